@@ -1,0 +1,5 @@
+"""`python -m anechain` is `anechain`."""
+
+from anechain.cli import main
+
+main()

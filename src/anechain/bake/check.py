@@ -1,0 +1,155 @@
+"""What is asserted of every package after it was written, from the files alone: nothing is believed for being meant."""
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from anechain.bundle.program import Function, Op, read_program
+from anechain.bundle.quant import Quantized
+from anechain.bundle.recipe import Recipe
+from anechain.bundle.spec import DECODE, PREFILL, ModelSpec, Ports, head_ports, ports_of
+from anechain.errors import BundleError
+
+# Every op that graph.py writes. Another one means that something rewrote the program.
+ALLOWED = frozenset(
+    (
+        *("abs", "add", "cast", "concat", "constexpr_blockwise_shift_scale", "conv", "coreml_update_state", "gelu"),
+        *("matmul", "maximum", "mul", "read_state", "real_div", "reduce_max", "reduce_mean", "reshape", "rsqrt"),
+        *("silu", "slice_update", "softmax", "split", "transpose"),
+    )
+)
+# Above the largest form (q/k norms, sandwich norms, int8: 123 ops a layer, 19 a function), which the tests count.
+OPS_PER_LAYER, OPS_PER_FUNCTION = 125, 25
+# Results that are fp16 in a program that computes in fp32: its edges.
+EDGES = frozenset(("cast", "read_state", "slice_update", "coreml_update_state"))
+
+Weights = Mapping[str, np.ndarray | Quantized]
+
+
+def check_block(
+    path: Path, spec: ModelSpec, recipe: Recipe, layers: range, context: int, prefill: int, weights: Weights
+) -> None:
+    """Raises BundleError, naming every fault, unless the package at `path` is what graph.py was asked for."""
+    wanted = {DECODE: ports_of(spec, 1, context, layers)}
+    if prefill:
+        wanted[PREFILL] = ports_of(spec, prefill, context, layers)
+    _check(path, wanted, recipe, weights, OPS_PER_LAYER * len(layers) + OPS_PER_FUNCTION)
+
+
+def check_head(path: Path, spec: ModelSpec, recipe: Recipe, weights: Weights) -> None:
+    """The same for the head package."""
+    _check(path, {DECODE: head_ports(spec)}, recipe, weights, OPS_PER_LAYER)
+
+
+def _check(path: Path, wanted: Mapping[str, Ports], recipe: Recipe, weights: Weights, ceiling: int) -> None:
+    functions = read_program(path).functions
+    faults = [] if set(functions) == set(wanted) else [f"its functions are {', '.join(sorted(functions))}"]
+    where: dict[str, list[str]] = {}
+    for name, ports in wanted.items():
+        if name in functions:
+            for fault in (
+                *_op_faults(functions[name], recipe, ceiling),
+                *_port_faults(functions[name], ports),
+                *_state_faults(functions[name], ports),
+                *_weight_faults(functions[name], recipe, weights),
+            ):
+                where.setdefault(fault, []).append(name)
+    faults += [f"{' and '.join(names)}: {fault}" for fault, names in where.items()]
+    if faults:
+        raise BundleError(
+            f"{path.name} was not written as meant ({'; '.join(faults)}): report this, and do not use it."
+        )
+
+
+def _port_faults(function: Function, ports: Ports) -> list[str]:
+    faults = []
+    state = () if ports.state is None else (ports.state,)
+    for kind, values, wanted in (
+        ("inputs", function.inputs, ports.inputs),
+        ("outputs", function.outputs, ports.outputs),
+        ("states", function.states, state),
+    ):
+        got = {(v.name, v.shape, v.dtype) for v in values}
+        if got != {(p.name, p.shape, p.dtype) for p in wanted}:
+            faults.append(
+                f"its {kind} are {', '.join(f'{n} {list(shape)} {dtype}' for n, shape, dtype in sorted(got))}"
+            )
+    return faults
+
+
+def _op_faults(function: Function, recipe: Recipe, ceiling: int) -> list[str]:
+    faults = []
+    if strange := sorted({op.type for op in function.ops} - ALLOWED):
+        faults.append(f"ops that a chain does not use: {', '.join(strange)}")
+    if len(function.ops) > ceiling:
+        faults.append(f"{len(function.ops)} ops, more than {ceiling}")
+    for op in function.ops:
+        dtypes = {v.dtype for v in op.outputs}
+        edge = recipe.compute == "fp32" and op.type in EDGES
+        if not dtypes <= {recipe.compute, "fp16" if edge else recipe.compute}:
+            faults.append(f"{op.name} gives {', '.join(sorted(dtypes))} in a program of {recipe.compute}")
+    for name, value in function.consts.items():
+        if value.dtype.kind == "f" and not np.isfinite(value).all():
+            faults.append(f"constant {name} is not finite")
+    return faults
+
+
+def _weight_faults(function: Function, recipe: Recipe, weights: Weights) -> list[str]:
+    """Every weight of the recipe is in the file bit for bit, and feeds the one op that it is for."""
+    expressions = {op.outputs[0].name: op for op in function.ops if op.type.startswith("constexpr")}
+    readers: dict[str, list[str]] = {}
+    for op in function.ops:
+        for parameter, names in op.inputs.items():
+            for name in names:
+                readers.setdefault(name, []).append(f"{parameter} of the {op.type} {op.name}")
+    faults = []
+    for name, wanted in weights.items():
+        stem = name.replace(".", "_")
+        if isinstance(wanted, Quantized):
+            stem += "_dense"
+            expression = expressions.get(stem)
+            scale = wanted.scale.astype(np.float16 if recipe.compute == "fp16" else np.float32)
+            parts = [(p, _argument(function, expression, p), w) for p, w in (("data", wanted.data), ("scale", scale))]
+            if expression and (more := sorted(set(expression.inputs) - {"data", "scale"})):
+                faults.append(f"{name} has {', '.join(more)} beside data and scale")
+        else:
+            parts = [("value", function.consts.get(stem), wanted)]
+        for part, stored, meant in parts:
+            if stored is None:
+                faults.append(f"{name} ({part}) is not stored")
+            elif stored.dtype != meant.dtype:
+                faults.append(f"{name} ({part}) is stored as {stored.dtype}, not {meant.dtype}")
+            elif stored.size != meant.size or not np.array_equal(stored.reshape(meant.shape), meant):
+                faults.append(f"{name} ({part}) has other values than it was given")
+        place = (
+            "y of the mul" if name.endswith("norm") else f"{'bias' if name.endswith('bias') else 'weight'} of the conv"
+        )
+        reader = f"{place} {name.removesuffix('_bias').replace('.', '_')}_out"
+        if readers.get(stem, []) != [reader] and all(stored is not None for _, stored, _ in parts):
+            faults.append(f"{name} is {', '.join(readers.get(stem, ['read by no op']))}, not the {reader}")
+    return faults
+
+
+def _argument(function: Function, op: Op | None, parameter: str) -> np.ndarray | None:
+    names = op.inputs.get(parameter, ()) if op else ()
+    return function.consts.get(names[0]) if names else None
+
+
+def _state_faults(function: Function, ports: Ports) -> list[str]:
+    """One read, one update; what is updated is that read, sliced over once: no write can be lost."""
+    counts = Counter(op.type for op in function.ops)
+    once = 1 if ports.state else 0
+    if any(counts[kind] != once for kind in ("read_state", "slice_update", "coreml_update_state")):
+        return [
+            f"{counts['read_state']} reads, {counts['slice_update']} slice updates and {counts['coreml_update_state']} "
+            f"updates of the state, not {'one each' if once else 'none'}"
+        ]
+    by_type = {op.type: op for op in function.ops}
+    if once and (
+        by_type["slice_update"].inputs["x"] != (by_type["read_state"].outputs[0].name,)
+        or by_type["coreml_update_state"].inputs["value"] != (by_type["slice_update"].outputs[0].name,)
+    ):
+        return ["the state's update does not start from its read"]
+    return []

@@ -1,0 +1,87 @@
+"""What all verbs share: progress on stderr, one JSON object on stdout, engines by name."""
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from anechain.errors import EngineError, RequestError
+from anechain.run.engine import Engine
+
+# What is printed may be a path or a model's words: nothing in it is markup, and a pipe gets lines of any length.
+_PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False, "soft_wrap": True}
+out = Console(**_PLAIN, width=None if sys.stdout.isatty() else 200)
+err = Console(**_PLAIN, stderr=True)
+ENGINES = ("reference", "cpu", "coreml")
+
+Report = Callable[[int, int, str], None]  # done, total, what is being done
+
+
+@contextmanager
+def progress(title: str) -> Iterator[Report]:
+    """A bar on stderr with an estimate of the time that is left; a line for each step where stderr is no terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    if not err.is_terminal:
+        seen: set[str] = set()
+
+        def line(done: int, total: int, what: str) -> None:
+            if what not in seen:
+                seen.add(what)
+                err.print(f"{title}: {what} ({done} of {total})")
+
+        yield line
+        return
+    with Progress(*columns, TimeRemainingColumn(), console=err, transient=True) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=f"{title}: {what}")
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """The one object that `--json` puts on stdout; what JSON has no number for (NaN, infinity) becomes null."""
+    json.dump(_plain(value), sys.stdout, allow_nan=False, indent=1)
+    sys.stdout.write("\n")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def open_engine(name: str, stress: bool = False, fast: bool = False) -> Engine:
+    """The engine that `--engine` names.
+
+    Raises EngineError when it is not there, RequestError when there is no such one or it has no such mode.
+    """
+    if fast and name != "cpu":
+        raise RequestError(f"--fast is a mode of the cpu engine: use --engine cpu, or {name} without it.")
+    if name == "reference":
+        from anechain.run.reference import ReferenceEngine
+
+        return ReferenceEngine(stress)
+    if name == "cpu":
+        from anechain.run.openvino import CpuEngine
+
+        return CpuEngine("fast" if fast else "exact")
+    if name == "coreml":
+        raise EngineError("the coreml engine needs a Mac and is not part of this version: use --engine cpu.")
+    raise RequestError(f"--engine {name} is not known: use {', '.join(ENGINES)}.")
+
+
+def megabytes(count: int) -> str:
+    return f"{count / 1e6:.1f} MB"
+
+
+def folder(path: Path) -> int:
+    """Bytes of all files below `path`."""
+    return sum(f.stat().st_size for f in path.rglob("*") if f.is_file())

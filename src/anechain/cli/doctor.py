@@ -1,0 +1,160 @@
+"""`anechain doctor`: what this machine can do."""
+
+import importlib.util
+import os
+import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from anechain.cli.console import out, print_json
+from anechain.judge.compatibility import Known, Machine, chip_name, known_problems, parse_version
+
+PYTHONS = ((3, 11), (3, 14))  # from, and before which
+NATIVE = ("libmilstoragepython", "libmodelpackage")  # without them a bake cannot write weights or packages
+MAC_NATIVE = "libcoremlpython"  # what predicts, and exists on a Mac only
+_SUFFIXES = (".so", ".dylib", ".pyd")
+
+
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False) -> int:
+    """Show what this machine can do, and which known problems concern it. Exit code 1 when it cannot even bake."""
+    record = examine()
+    if as_json:
+        print_json(record)
+    else:
+        _show(record)
+    return 0 if record["can_bake"] else 1
+
+
+def examine() -> dict[str, Any]:
+    """Everything that doctor prints; imports none of what it looks for."""
+    machine, tool = _machine(), _version("coremltools")
+    python = _python()
+    native = _native_parts()
+    return {
+        "python": python,
+        "system": f"{platform.system()} {platform.release()}" if platform.system() != "Darwin" else str(machine),
+        "architecture": platform.machine(),
+        "chip": _chip(),
+        "cores": os.cpu_count(),
+        "memory_bytes": _memory_bytes(),
+        "coremltools": {"version": tool or None, "native_parts": native},
+        "engines": _engines(),
+        "can_bake": python["supported"] and bool(tool) and all(native[name] for name in NATIVE),
+        "known_problems": [_problem(row) for row in _concerning(machine, tool)],
+    }
+
+
+def _python() -> dict[str, Any]:
+    lowest, beyond = PYTHONS
+    supported = lowest <= sys.version_info[:2] < beyond
+    last = f"{beyond[0]}.{beyond[1] - 1}"
+    reason = "" if supported else f"anechain needs Python {lowest[0]}.{lowest[1]} to {last}"
+    return {"version": platform.python_version(), "supported": supported, "reason": reason}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _native_parts() -> dict[str, bool]:
+    """Which native libraries lie in the folder of coremltools; importing it would take seconds and say less."""
+    spec = importlib.util.find_spec("coremltools")
+    places = [Path(p) for p in spec.submodule_search_locations or ()] if spec else []
+    names = (*NATIVE, MAC_NATIVE) if platform.system() == "Darwin" else NATIVE
+    return {name: any(p.suffix in _SUFFIXES for place in places for p in place.glob(f"{name}*")) for name in names}
+
+
+def _engines() -> dict[str, dict[str, Any]]:
+    openvino = _version("openvino")
+    cpu = f"OpenVINO {openvino}" if openvino else "openvino is not installed: pip install openvino"
+    coreml = _coreml_fault()
+    return {
+        "reference": {"available": True, "reason": "numpy; slow, and the definition of right"},
+        "cpu": {"available": bool(openvino), "reason": cpu},
+        "coreml": {"available": not coreml, "reason": coreml or "Core ML"},
+    }
+
+
+def _coreml_fault() -> str:
+    if platform.system() != "Darwin":
+        return f"needs a Mac with Apple silicon; this is {platform.system()} on {platform.machine()}"
+    if platform.machine() != "arm64":
+        return "this Python runs as x86-64 (Rosetta or an Intel Mac), which has no Neural Engine: use an arm64 Python"
+    if importlib.util.find_spec("anechain.run.coreml") is None:
+        return "is not part of this version"
+    if importlib.util.find_spec("CoreML") is None:
+        return "PyObjC is not installed: pip install pyobjc-framework-CoreML"
+    return ""
+
+
+def _machine() -> Machine:
+    """What known problems are matched with: of a system that is not Apple's, nothing but its name."""
+    if platform.system() != "Darwin":
+        return Machine(platform.system(), (), "none")
+    return Machine("macOS", parse_version(platform.mac_ver()[0]), chip_name(_chip()))
+
+
+def _chip() -> str:
+    if platform.system() == "Darwin":
+        return _sysctl("machdep.cpu.brand_string") or platform.processor()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    found = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return found or platform.processor() or platform.machine()
+
+
+def _sysctl(name: str) -> str:
+    try:
+        done = subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def _concerning(machine: Machine, tool: str) -> list[Known]:
+    """The rows of this system, chip or coremltools in which something is broken or disputed."""
+    here = [row for row in known_problems() if str(row.scope) and row.scope.holds(machine, tool) == "yes"]
+    return [row for row in here if row.status != "works"]
+
+
+def _problem(row: Known) -> dict[str, Any]:
+    return {
+        "id": row.id, "feature": row.feature, "status": row.status, "where": str(row.scope), "rule": row.rule,
+        "what": row.what, "fix": row.fix, "source": row.source,
+    }  # fmt: skip
+
+
+def _show(record: dict[str, Any]) -> None:
+    python, tool = record["python"], record["coremltools"]
+    memory = f", {record['memory_bytes'] / 2**30:.1f} GiB of memory" if record["memory_bytes"] else ""
+    out.print(f"python       {python['version']} {python['reason'] or 'is supported'}")
+    out.print(f"system       {record['system']}, {record['architecture']}")
+    out.print(f"chip         {record['chip']}, {record['cores']} cores{memory}")
+    out.print(f"coremltools  {tool['version'] or 'is not installed: pip install coremltools'}")
+    for name, there in tool["native_parts"].items():
+        out.print(f"native part  {name}: {'found' if there else 'missing from the wheel for this Python'}")
+    for name, engine in record["engines"].items():
+        out.print(f"engine       {name}: {'yes' if engine['available'] else 'no'}, {engine['reason']}")
+    for problem in record["known_problems"]:
+        what = f"{problem['what']} [{problem['where']}; {problem['source']}]"
+        out.print(f"published    {problem['feature']}: {problem['status']}: {what}")
+    if not record["known_problems"]:
+        out.print("published    no known problem concerns this machine")
+    out.print("can bake     " + ("yes" if record["can_bake"] else "no"))

@@ -1,0 +1,133 @@
+"""A checkpoint becomes a bundle that carries what it will be judged by: the packages, and the oracle's baselines."""
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from anechain.bake.jobs import Plan, Progress, bake
+from anechain.bake.source import Source
+from anechain.bundle.manifest import TOKENIZER, Bundle
+from anechain.errors import BundleError, RequestError
+from anechain.judge.baseline import STEPS, Baseline, Profile, PromptIds, build_baseline, prompts_of
+from anechain.judge.oracle import Oracle
+from anechain.judge.stream import kept_peak, probes, stream_peak, stream_scale
+from anechain.run.chat import ChatTemplate
+from anechain.run.tokenizer import Tokenizer
+
+PROFILES: tuple[Profile, ...] = tuple(STEPS)
+
+
+def baseline_file(profile: Profile) -> str:
+    """The name of a profile's baseline inside a bundle."""
+    return f"baseline-{profile}.npz"
+
+
+def load_baseline(bundle: Bundle, profile: Profile) -> Baseline:
+    """The baseline baked into the bundle. Raises RequestError when its context was too small for the profile."""
+    if baseline_file(profile) not in bundle.files:
+        raise RequestError(
+            f"{bundle.path} has no {profile} baseline, because its context of {bundle.context} is too small for the "
+            "prompts: bake it with a larger --context, or use another --profile."
+        )
+    return Baseline.load(bundle.path / baseline_file(profile))
+
+
+def bake_with_baselines(
+    source: Source,
+    plan: Plan,
+    out: Path,
+    workers: int,
+    force: bool = False,
+    progress: Progress | None = None,
+    oracle_progress: Callable[[int, int, str], None] | None = None,
+) -> Bundle:
+    """`bake.jobs.bake`, with the baseline of every profile whose prompts fit into the context.
+
+    A baseline depends on the source, the tokenizer and the context, not on the recipe, so it is computed once and kept
+    in `cache_directory()`; so is how far the residual stream reaches, by which the plan's spec is scaled.
+    `oracle_progress` counts the layers of a computation. Raises RequestError when that folder cannot be written to.
+    """
+    folder = _cache_folder("baselines")
+    plan = with_stream_scale(plan, source, oracle_progress)
+
+    def attach(extras: Path) -> None:
+        tokenizer = Tokenizer.load(extras / TOKENIZER)
+        chat = ChatTemplate(tokenizer) if tokenizer.chat_templates else None
+        encode_chat = None if chat is None else lambda text: chat.encode([{"role": "user", "content": text}])
+        for profile in PROFILES:
+            prompts = prompts_of(profile, plan.context, tokenizer.encode, encode_chat)
+            if all(len(p.ids) + p.steps - 1 <= plan.context for p in prompts if p.kind == "greedy"):
+                path = _cached(folder, source, prompts, profile, plan.context, oracle_progress)
+                shutil.copyfile(path, extras / baseline_file(profile))
+
+    return bake(source, plan, out, workers, force, attach, progress)
+
+
+def with_stream_scale(plan: Plan, source: Source, progress: Callable[[int, int, str], None] | None = None) -> Plan:
+    """`plan` with the measured peak of the residual stream, and scaled by the power of two that it needs in fp16."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in source.text_files.items():
+            (Path(folder) / name).write_bytes(content)
+        sequences = probes(Tokenizer.load(Path(folder)).encode)
+    decided = hashlib.sha256(source.fingerprint.encode())
+    for ids in sequences:
+        decided.update(ids.tobytes() + b"|")
+    path = _cache_folder("streams") / f"{decided.hexdigest()[:32]}.json"
+    report = None if progress is None else lambda done, total: progress(done, total, "stream")
+    peak = kept_peak(path, lambda: stream_peak(source, sequences, report))
+    return replace(plan, spec=replace(plan.spec, stream_scale=stream_scale(peak)), stream_peak=peak)
+
+
+def cache_directory() -> Path:
+    """Where results that can be computed again are kept: ANECHAIN_CACHE, or the user's cache folder."""
+    if own := os.environ.get("ANECHAIN_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "anechain"
+
+
+def _cache_folder(name: str) -> Path:
+    folder = cache_directory() / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RequestError(
+            f"the cache folder {folder} cannot be made ({error.strerror}): set ANECHAIN_CACHE to a folder of your own."
+        ) from None
+    return folder
+
+
+def _cached(
+    folder: Path,
+    source: Source,
+    prompts: tuple[PromptIds, ...],
+    profile: Profile,
+    context: int,
+    progress: Callable[[int, int, str], None] | None,
+) -> Path:
+    """The file of this baseline in the cache `folder`: what is there is used if it is right, else computed again."""
+    decided = hashlib.sha256(f"{source.fingerprint} {profile} {context}".encode())
+    for prompt in prompts:
+        decided.update(prompt.ids.astype(np.int64).tobytes() + b"|")
+    path = folder / f"{decided.hexdigest()[:32]}.npz"
+    if not _holds(path, source.fingerprint, prompts, profile, context):
+        report = None if progress is None else lambda done, total: progress(done, total, profile)
+        build_baseline(Oracle(source), prompts, profile, context, report).save(path)
+    return path
+
+
+def _holds(path: Path, fingerprint: str, prompts: tuple[PromptIds, ...], profile: Profile, context: int) -> bool:
+    """Whether `path` is an intact baseline of just this."""
+    try:
+        kept = Baseline.load(path)
+    except BundleError:
+        return False
+    same = (kept.fingerprint, kept.profile, kept.context) == (fingerprint, profile, context)
+    return same and [(p.name, p.ids.tolist(), p.steps, p.kind) for p in kept.prompts] == [
+        (p.name, p.ids.tolist(), p.steps, p.kind) for p in prompts
+    ]

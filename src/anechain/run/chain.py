@@ -1,0 +1,162 @@
+"""A loaded bundle: token ids go in, through the embedding, the stages and the head; logits come out.
+
+The chain owns the hand-off: the hidden state lives in two buffers for each number of tokens, and each stage reads one
+and writes the other. Everything that a step needs is allocated once.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from anechain.bundle.embedding import open_embedding
+from anechain.bundle.manifest import Bundle
+from anechain.bundle.spec import DECODE, MASKED, PREFILL, head_pieces, kind_suffix
+from anechain.errors import RequestError
+from anechain.run.engine import Engine, Stage, State
+from anechain.run.rope import rotations
+
+MIN_CHUNK = 8  # fewer tokens than this are cheaper one by one than in a chunk that is mostly padding
+
+
+@dataclass
+class Session:
+    """One conversation: how many tokens the chain has seen, and every stage's keys and values for them."""
+
+    position: int
+    states: list[State | None]
+
+    def copy(self) -> "Session":
+        return Session(self.position, [state and state.copy() for state in self.states])
+
+
+class _Feed:
+    """The arrays of one function's ports, filled anew for every step: Q tokens at `position`."""
+
+    def __init__(self, bundle: Bundle, query: int) -> None:
+        spec = bundle.spec
+        self.query, self._spec, self._context = query, spec, bundle.context
+        self.hidden = [np.zeros((1, 1, query, spec.hidden_size), np.float16) for _ in range(2)]
+        self.ports = {"begin": np.zeros(4, np.int32), "end": np.zeros(4, np.int32)}
+        for kind, _ in enumerate(spec.attentions):
+            suffix = kind_suffix(spec, kind)
+            self.ports |= {f"{p}{suffix}": np.zeros((1, 1, query, spec.head_dim), np.float16) for p in ("cos", "sin")}
+            self.ports[f"mask{suffix}"] = np.zeros((1, 1, query, bundle.context), np.float16)
+
+    def fill(self, position: int) -> None:
+        rows = position + np.arange(self.query)
+        cells = np.arange(self._context)
+        for kind, attention in enumerate(self._spec.attentions):
+            suffix = kind_suffix(self._spec, kind)
+            cos, sin = rotations(attention.rope, self._spec.head_dim, rows)
+            self.ports[f"cos{suffix}"][0, 0], self.ports[f"sin{suffix}"][0, 0] = cos, sin
+            visible = np.broadcast_to(cells < position, (self.query, self._context))
+            if attention.window is not None:
+                visible = visible & (cells > rows[:, None] - attention.window)
+            self.ports[f"mask{suffix}"][0, 0] = np.where(visible, 0.0, MASKED)
+        self.ports["begin"][2], self.ports["end"][2] = position, position + self.query
+
+
+class Chain:
+    """The packages of `bundle` on `engine`, as one stage where the engine stitches, else one stage a package.
+
+    A chain runs one step at a time; several sessions may take turns.
+    """
+
+    def __init__(self, bundle: Bundle, engine: Engine, stitched: bool | None = None) -> None:
+        self.bundle, self.engine = bundle, engine
+        self.embedding = open_embedding(bundle)
+        self.packages: Sequence[Sequence[Path]] = [[path] for path in bundle.block_paths]  # of each stage
+        if engine.stitches if stitched is None else stitched:
+            self.packages = [bundle.block_paths]
+        self.stages: list[Stage] = [engine.load(group) for group in self.packages]
+        self.head = engine.load([bundle.head_path])
+        pieces, rows = head_pieces(bundle.spec)
+        self._feeds = {DECODE: _Feed(bundle, 1)} | ({PREFILL: _Feed(bundle, bundle.prefill)} if bundle.prefill else {})
+        self._last = np.zeros((1, 1, 1, bundle.spec.hidden_size), np.float16)
+        self._logits = {f"logits_{i}": np.zeros((1, 1, 1, rows), np.float16) for i in range(pieces)}
+
+    def start(self) -> Session:
+        """A conversation that has seen nothing."""
+        return Session(0, [stage.new_state() for stage in self.stages])
+
+    def room(self, session: Session) -> int:
+        """How many tokens the context still takes."""
+        return self.bundle.context - session.position
+
+    def feed(self, session: Session, ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Feeds `ids` (at least one) to the session and returns the logits [V] f32 after the last of them.
+
+        Full and partly filled prefill chunks as long as they fit into the context, single tokens for the rest: the
+        result is that of feeding the tokens one by one. Raises RequestError when the context has no room for them; the
+        session is then as it was.
+        """
+        tokens = np.asarray(ids, np.int64)
+        vocab_size = self.bundle.spec.vocab_size
+        if tokens.ndim != 1 or not len(tokens):
+            raise RequestError("there is no token to feed: give at least one.")
+        if tokens.min() < 0 or tokens.max() >= vocab_size:
+            raise RequestError(
+                f"token ids must lie in 0 ... {vocab_size - 1}: {tokens.min()} ... {tokens.max()} were given."
+            )
+        if len(tokens) > self.room(session):
+            raise RequestError(
+                f"{len(tokens)} tokens do not fit: the context holds {self.bundle.context} and {session.position} are "
+                "taken; shorten the prompt or bake with a larger --context."
+            )
+        for function, count in self._parts(session.position, len(tokens)):
+            hidden = self._through(session, function, tokens[:count])
+            session.position += count
+            tokens = tokens[count:]
+        self._last[0, 0, 0] = hidden[0, 0, count - 1]
+        return self._head()
+
+    def stage_feed(self, number: int, session: Session, hidden: np.ndarray) -> np.ndarray:
+        """Runs stage `number` alone: `hidden` [n, H] f16 enters, cut as in `feed`; what leaves is returned, [n, H] f16.
+
+        For looking at stages one by one: each call takes the next n positions, counted in `session`.
+        """
+        leaving = np.empty_like(hidden)
+        done = 0
+        for function, count in self._parts(session.position, len(hidden)):
+            feed = self._feeds[function]
+            feed.fill(session.position)
+            source, target = feed.hidden
+            source[0, 0, :count] = hidden[done : done + count]
+            source[0, 0, count:] = 0
+            self._step(number, function, session, source, target)
+            leaving[done : done + count] = target[0, 0, :count]
+            session.position += count
+            done += count
+        return leaving
+
+    def _parts(self, position: int, count: int) -> Iterator[tuple[str, int]]:
+        """Which function takes how many, in order, of `count` tokens from `position` on."""
+        chunk = self.bundle.prefill
+        while count:
+            whole = chunk > 0 and count >= MIN_CHUNK and position + chunk <= self.bundle.context
+            taken = min(chunk, count) if whole else 1
+            yield PREFILL if whole else DECODE, taken
+            position, count = position + taken, count - taken
+
+    def _through(self, session: Session, function: str, tokens: np.ndarray) -> np.ndarray:
+        """Embeds `tokens`, runs all stages, returns the hidden buffer [1, 1, Q, H] f16; more rows are padding."""
+        feed = self._feeds[function]
+        feed.fill(session.position)
+        source, target = feed.hidden
+        source[0, 0, : len(tokens)] = self.embedding.rows(tokens)
+        source[0, 0, len(tokens) :] = 0
+        for number in range(len(self.stages)):
+            self._step(number, function, session, source, target)
+            source, target = target, source
+        return source
+
+    def _step(self, number: int, function: str, session: Session, source: np.ndarray, target: np.ndarray) -> None:
+        inputs = {"hidden": source, **self._feeds[function].ports}
+        self.stages[number].step(function, inputs, session.states[number], {"hidden_out": target})
+
+    def _head(self) -> np.ndarray:
+        self.head.step(DECODE, {"hidden": self._last}, None, self._logits)
+        parts = [part[0, 0, 0] for part in self._logits.values()]
+        return np.concatenate(parts)[: self.bundle.spec.vocab_size].astype(np.float32)
