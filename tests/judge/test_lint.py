@@ -120,6 +120,12 @@ def test_nothing_at_all(tmp_path: Path) -> None:
             lint(missing)
 
 
+@pytest.mark.parametrize("text", ['["blocks"]', '"blocks"', "{}", "1"])
+def test_the_manifest_of_another_project(text: str, folder: Path) -> None:
+    (folder / "manifest.json").write_text(text)
+    assert [s.package for s in lint(folder).shares] == ["b.mlpackage", "deep/a.mlpackage"]
+
+
 def test_a_damaged_bundle_is_no_folder(folder: Path) -> None:
     (folder / "manifest.json").write_text('{"blocks": []}')
     with pytest.raises(BundleError, match="format"):

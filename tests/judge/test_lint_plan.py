@@ -86,6 +86,15 @@ def test_plans_of_something_else(
     assert reason in str(error.value)
 
 
+def test_many_strange_names_are_counted(package: Path, tmp_path: Path) -> None:
+    with pytest.raises(RequestError) as error:
+        lint(package, plan=planned(tmp_path, {f"op{i}": "NE" for i in range(7)}))
+    assert "no op op4 in main and 2 more): record it again" in str(error.value)
+    assert "op5" not in str(error.value)
+    with pytest.raises(RequestError, match=r"no op op4 in main\): record it again"):
+        lint(package, plan=planned(tmp_path, {f"op{i}": "NE" for i in range(5)}))
+
+
 @pytest.mark.parametrize("text", ["", "[]", '{"packages": {}}', '{"machine": 1, "os": 2, "packages": [1]}'])
 def test_files_that_are_no_plan(text: str, package: Path, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(text)

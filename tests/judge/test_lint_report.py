@@ -32,6 +32,7 @@ def test_json(report: Report) -> None:
     for finding in record["findings"]:
         assert {"rule", "severity", "package", "op", "reason", "fix", "source"} <= set(finding)
         assert all(finding[k] for k in ("rule", "severity", "package", "reason", "fix", "source"))
+        assert (finding["shape"] is None) == (finding["dtype"] is None)
     assert record["packages"][0]["compute_share"] == report.shares[0].clear_multiply_adds / sum(PRODUCTS.values())
     assert record["total"]["weight_bytes"] == sum(WEIGHTS.values())
     assert "measured" not in record["findings"][0]["reason"] and record["plan"] is None
