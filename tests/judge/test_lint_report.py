@@ -156,5 +156,3 @@ def test_json_and_sarif_on_stdout(
     assert code == 1 and json.loads(out)["version"] == "2.1.0"
     code, _, err = run(capsys, monkeypatch, package, "--json", "--sarif", "-")
     assert code == 2 and "both want stdout" in err
-
-

@@ -104,14 +104,14 @@ def parse_machine(os: str, chip: str) -> Machine:
 
 
 def chip_name(chip: str) -> str:
-    """"apple m4 pro" -> "M4 Pro"."""
+    """ "apple m4 pro" -> "M4 Pro"."""
     words = chip.split()
     words = words[1:] if words and words[0].lower() == "apple" else words
     return " ".join([w.upper() if i == 0 else w.capitalize() for i, w in enumerate(words)])
 
 
 def parse_version(text: str) -> Version:
-    """"26.0.1" -> (26, 0, 1); what follows the numbers ("9.0b1") is left out, and () stands for an unknown version."""
+    """ "26.0.1" -> (26, 0, 1); what follows the numbers ("9.0b1") is left out, and () stands for an unknown version."""
     match = re.match(r"[0-9]+(\.[0-9]+)*", text)
     return tuple(int(n) for n in match.group().split(".")[:3]) if match else ()
 

@@ -20,7 +20,7 @@ STRICT = (
     "17 + 26 = 43\n38 + 45 = 83\n52 + 19 =",
     "A baker makes 12 loaves an hour. After 5 hours she has made",
     "1, 1, 2, 3, 5, 8, 13,",
-    "def is_even(number):\n    \"\"\"Return True when the number can be divided by two.\"\"\"\n    return",
+    'def is_even(number):\n    """Return True when the number can be divided by two."""\n    return',
     "SELECT name, price FROM products WHERE price >",
     '{"city": "Oslo", "country": "Norway", "population":',
     "Things to pack for a week at the sea:\n1. Sunscreen\n2. Towels\n3.",

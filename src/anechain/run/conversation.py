@@ -55,9 +55,7 @@ class Conversation:
         self._session.position = seen = self._common(ids)
         answer: list[Token] = []
         try:
-            for token in generate(
-                self._chain, self._session, self._tokenizer, ids[seen:], self._sampling, max_tokens
-            ):
+            for token in generate(self._chain, self._session, self._tokenizer, ids[seen:], self._sampling, max_tokens):
                 answer.append(token)
                 yield token
         finally:
