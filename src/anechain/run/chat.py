@@ -52,6 +52,20 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
+def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose content in parts has become their texts, one after another with nothing between.
+
+    Raises RequestError, naming the types of all parts that are not text.
+    """
+    parts = message.get("content")
+    if not isinstance(parts, list):
+        return dict(message)
+    kinds = [part.get("type") if isinstance(part, dict) else type(part).__name__ for part in parts]
+    if strange := sorted({str(kind) for kind in kinds if kind != "text"}):
+        raise RequestError(f"a message has content of type {', '.join(strange)}: this model reads text alone.")
+    return {**message, "content": "".join(str(part.get("text", "")) for part in parts)}
+
+
 class ChatTemplate:
     """The chat templates of a tokenizer, compiled."""
 
@@ -100,7 +114,13 @@ class ChatTemplate:
         values = {"tools": None, "documents": None, **self._tokenizer.special_tokens, **plain[1]}
         template = self._template(tools=values["tools"] is not None)
         try:
-            return template.render(messages=chat, add_generation_prompt=add_generation_prompt, **values)
+            try:
+                return template.render(messages=chat, add_generation_prompt=add_generation_prompt, **values)
+            except TypeError:  # a template of the older kind, which adds strings, has met a content in parts
+                chat = [_as_text(message) for message in chat]
+                return template.render(messages=chat, add_generation_prompt=add_generation_prompt, **values)
+        except RequestError:
+            raise
         except Exception as error:  # a template is a program, and may fail in any way
             raise RequestError(
                 f"the model's chat template refuses this conversation ({' '.join(str(error).split())}): "
