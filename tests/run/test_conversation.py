@@ -107,3 +107,16 @@ def test_a_full_context_is_said_and_changes_nothing(chain: Chain, tokenizer: Tok
 def test_a_model_without_a_template_cannot_chat(chain: Chain, tokenizer: Tokenizer, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="no chat template"):
         Conversation(chain, replace(tokenizer, chat_templates={}), Sampling())
+
+
+def test_the_same_turn_again_after_an_answer_that_failed(
+    chain: Chain, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of the prompt has been fed, and nothing was said: its last token is fed again for the logits."""
+    conversation = Conversation(chain, tokenizer, Sampling())
+    with monkeypatch.context() as patch:
+        patch.setattr("anechain.run.sample.Sampler.choose", lambda *_: (_ for _ in ()).throw(RuntimeError("lost")))
+        with pytest.raises(RuntimeError, match="lost"):
+            answer(conversation, "one")
+    assert conversation.messages == []
+    assert answer(conversation, "one") == answer(Conversation(chain, tokenizer, Sampling()), "one")
