@@ -290,6 +290,22 @@ def test_a_second_write_from_a_stale_read(tmp_path: Path, monkeypatch: pytest.Mo
         make(tmp_path / "block-000.mlpackage", "int8")
 
 
+@pytest.mark.parametrize(("repeated", "counts"), [("coreml_update_state", (1, 1, 2)), ("slice_update", (1, 2, 1))])
+def test_a_second_write_without_a_read(
+    repeated: str, counts: tuple[int, int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = getattr(mb, repeated)
+
+    def twice(*, name: str, **arguments: Any) -> Any:
+        real(name=f"{name}_first", **arguments)
+        return real(name=name, **arguments)
+
+    monkeypatch.setattr(mb, repeated, twice)
+    reads, slices, updates = counts
+    with pytest.raises(BundleError, match=f"{reads} reads, {slices} slice updates and {updates} updates of the state"):
+        make(tmp_path / "block-000.mlpackage", "int8")
+
+
 def test_an_update_that_forgets_the_past(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = mb.slice_update
 

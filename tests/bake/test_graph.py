@@ -13,9 +13,11 @@ from anechain.bake.package import make_block, make_head
 from anechain.bundle.program import Function, Op, Program, read_program
 from anechain.bundle.recipe import FP16, load_recipe
 from anechain.bundle.spec import DECODE, MASKED, PREFILL, ModelSpec, head_pieces, head_ports, ports_of
-from tests.bundle_maker import SPECS, tiny_source
+from tests import bundle_maker
+from tests.bundle_maker import tiny_source
 
 CONTEXT, CHUNK = 64, 32
+SPECS = bundle_maker.SPECS | {"ungrouped": replace(bundle_maker.SPECS["llama"], n_kv_heads=4)}
 FORMS = [(name, "fp16") for name in SPECS] + [("llama", "int8"), ("gemma3", "int8"), ("qwen3", "m8"), ("gemma3", "m8")]
 QUERIES = {DECODE: 1, PREFILL: CHUNK}
 
@@ -29,7 +31,7 @@ def block(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Bloc
 
     def get(form: str, recipe: str) -> Block:
         if (form, recipe) not in made:
-            source, path = tiny_source(form), tmp_path_factory.mktemp("block") / "block-000.mlpackage"
+            source, path = tiny_source(SPECS[form]), tmp_path_factory.mktemp("block") / "block-000.mlpackage"
             make_block(source, source.spec, load_recipe(recipe), range(3), CONTEXT, CHUNK, path)
             made[form, recipe] = source.spec, read_program(path)
         return made[form, recipe]
@@ -202,7 +204,7 @@ def test_every_result_has_the_dtype_of_the_recipe(form: str, recipe: str, block:
         assert len(function.ops) > 200
 
 
-@pytest.mark.parametrize("form", ["llama", "mistral", "gemma3", "qwen3"])
+@pytest.mark.parametrize("form", ["llama", "mistral", "gemma3", "qwen3", "ungrouped"])
 def test_what_a_chunk_sees_of_itself_is_constant_and_finite(form: str, block: Callable[[str, str], Block]) -> None:
     spec, program = block(form, "fp16")
     assert not [n for n in program.functions[DECODE].consts if n.startswith("causal")]

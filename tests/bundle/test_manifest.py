@@ -200,7 +200,9 @@ def test_an_atomic_write_replaces_all_or_nothing(tmp_path: Path, monkeypatch: py
     file = tmp_path / "file"
     write_atomically(file, b"first")
     assert file.read_bytes() == b"first"
-    write_atomically(file, b"second")
+    with file.open("rb") as reader:
+        write_atomically(file, b"second")
+        assert reader.read() == b"first"  # it was replaced, not written over
     assert file.read_bytes() == b"second"
 
     def full(_: int) -> None:

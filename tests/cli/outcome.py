@@ -59,7 +59,7 @@ def bundle(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def subprocess_environment() -> dict[str, str]:
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     return os.environ | {"PYTHONPATH": f"{root / 'src'}:{root}"}
 
 

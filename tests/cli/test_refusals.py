@@ -132,6 +132,22 @@ def test_what_is_no_bundle(verb: str, kind: str, anechain: Callable[..., Outcome
     assert refusal(anechain, tmp_path, verb, path, *prompt).startswith(reason.format(p=path))
 
 
+def test_a_name_of_two_lines_is_refused_in_one(anechain: Callable[..., Outcome], tmp_path: Path) -> None:
+    assert refusal(anechain, tmp_path, "inspect", "two\nlines").startswith("bundle two lines is not there; ")
+
+
+@pytest.mark.parametrize("verb", ["gate", "inspect"])
+def test_a_flipped_byte_is_not_judged(
+    verb: str, bundle: Path, anechain: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    path = Path(shutil.copytree(bundle, tmp_path / "b"))
+    data = bytearray((path / "embedding.npy").read_bytes())
+    data[-1] ^= 1
+    (path / "embedding.npy").write_bytes(data)
+    message = refusal(anechain, tmp_path, verb, path)
+    assert message == f"bundle {path} is damaged: embedding.npy has another sha256 than recorded: bake it again."
+
+
 @pytest.mark.parametrize("verb", ["gate", "run", "inspect"])
 def test_a_damaged_bundle(verb: str, bundle: Path, anechain: Callable[..., Outcome], tmp_path: Path) -> None:
     path = Path(shutil.copytree(bundle, tmp_path / "b"))

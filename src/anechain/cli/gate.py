@@ -1,5 +1,6 @@
 """`anechain gate`: does the chain say what the original says?"""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,7 +10,7 @@ from rich.text import Text
 
 from anechain.bake.lora import open_merged
 from anechain.bundle.manifest import TOKENIZER, Bundle, open_bundle
-from anechain.cli.console import err, open_engine, out, print_json, progress
+from anechain.cli.console import Report, err, open_engine, out, print_json, progress
 from anechain.errors import RequestError
 from anechain.judge.baseline import Baseline
 from anechain.judge.gate import Result, run_gate
@@ -61,10 +62,12 @@ def gate_bundle(bundle: Bundle, baseline: Baseline, engine: str, fast: bool = Fa
     for stress in (False, True) if engine == "reference" else (False,):
         chain = Chain(bundle, open_engine(engine, stress, fast))
         with progress(f"gate {baseline.profile} on {chain.engine.name}") as report:
-            results.append(
-                run_gate(chain, baseline, lambda done, total, report=report: report(done, total, "positions"))
-            )
+            results.append(run_gate(chain, baseline, _positions(report)))
     return results
+
+
+def _positions(report: Report) -> Callable[[int, int], None]:
+    return lambda done, total: report(done, total, "positions")
 
 
 def merged(results: list[Result]) -> dict[str, Any]:
