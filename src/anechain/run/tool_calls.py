@@ -43,11 +43,19 @@ def _rooted(node: Any, root: str) -> Any:
 def free_or_call(functions: Mapping[str, Mapping[str, Any]], tokenizer: Tokenizer, several: bool) -> Grammar:
     """Any text, and after it possibly a call of one of `functions`; with `several`, any number of them."""
     begin, end = (_tag(tag, tokenizer) for tag in (CALL, CALL_END))
-    more = "(/\\n?/ call)*" if several else ""
-    text = f"~/(?s:.*{CALL}.*)/" if begin.startswith('"') else "/(?s:.*)/"
+    # Where the tag is text, the lexer has to take it together with what is before it: it never goes back.
+    if begin.startswith('"'):
+        text = f"/(?s:.*)/ & ~/(?s:.*{CALL}.*)/"
+        before = f"before[lazy]: /(?s:.*){CALL}/"
+    else:
+        text, before = "/(?s:.*)/", f"before: TEXT {begin}"
+    more = f"(/\\n?/ {begin} call)*" if several else ""
     schema = json.dumps(call_schema(functions) | {"x-guidance": JSON_OPTIONS})
-    call = f"call: {begin} /\\n?/ body /\\n?/ {end}\nbody: %json {schema}\n"
-    return Grammar("lark", f"start: TEXT | TEXT call {more}\nTEXT: {text}\n{call}")
+    rules = (
+        f"start: TEXT | before call {more}", before, f"TEXT: {text}",
+        f"call: /\\n?/ body /\\n?/ {end}", f"body: %json {schema}",
+    )  # fmt: skip
+    return Grammar("lark", "\n".join(rules))
 
 
 def _tag(tag: str, tokenizer: Tokenizer) -> str:
