@@ -83,6 +83,7 @@ def _listen(host: str, port: int) -> socket.socket:
         if os.name == "posix":
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((host, port))
+        listening.listen(128)
     except (OSError, OverflowError) as error:
         listening.close()
         raise RequestError(f"cannot listen at {host} port {port} ({error}): choose another --host or --port.") from None

@@ -20,6 +20,10 @@ from anechain.serve.schema import ChatRequest, CompletionRequest, read
 from anechain.serve.service import Running, Service, log
 
 ROUTES = ("/v1/chat/completions", "/v1/completions")
+# The page is one file that loads nothing and talks to this server alone.
+PAGE_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+)
 CLOSED_REQUEST = 499  # nobody is there to read it
 
 
@@ -53,7 +57,7 @@ def create_app(service: Service) -> FastAPI:
 
     @app.get("/")
     async def index() -> Response:
-        return HTMLResponse(page)
+        return HTMLResponse(page, headers={"content-security-policy": PAGE_POLICY})
 
     @app.get("/health")
     async def health() -> Response:
