@@ -1,7 +1,7 @@
 """A loaded bundle: token ids go in, through the embedding, the stages and the head; logits come out.
 
-The chain owns the hand-off: the hidden state goes round a ring of buffers for each number of tokens, and each stage reads
-one and writes the next. Everything that a step needs is allocated once, by the engine.
+The chain owns the hand-off: the hidden state goes round a ring of buffers for each number of tokens, and each stage
+reads one and writes the next. Everything that a step needs is allocated once, by the engine.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,8 +18,8 @@ from anechain.errors import RequestError
 from anechain.run.engine import Engine, Stage, State
 from anechain.run.rope import rotations
 
-# Two buffers that swap are not enough: Core ML is reported to refuse as an output what the prediction before took as its
-# input, and to allocate another, silently. A buffer comes to be written again when this many steps have passed, less one.
+# Two buffers that swap are not enough: Core ML is reported to refuse as an output what the prediction before took as
+# its input, and to allocate another, silently. A buffer that was read is written again RING - 1 steps later.
 RING = 4
 MIN_CHUNK = 8  # fewer tokens than this are cheaper one by one than in a chunk that is mostly padding
 

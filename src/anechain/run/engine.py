@@ -41,8 +41,8 @@ class Engine(Protocol):
     `load` takes the packages of one stage in order; `stitches` says whether several packages in one stage is what this
     engine prefers, `loaders` how many stages may be loaded at once. Raises EngineError for a program that it cannot
     run, naming the op and the ops that it knows.
-    `buffer` makes the arrays that stages exchange, all zeros, in memory that this engine likes: allocated once, and kept
-    by the caller as long as it hands them over. `handoff` says what has become of them so far, for reports.
+    `buffer` makes an array that stages exchange, all zeros, in memory that this engine likes. `handoff` says what has
+    become of those arrays so far, for reports.
     """
 
     @property
