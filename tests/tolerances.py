@@ -77,3 +77,7 @@ UNDECIDED_LOGITS = 0.05
 # The oracle on dequantised weights beside llama.cpp, which rounds activations to 8 bits for every product with a
 # quantised matrix, on Gemma3-270M; a wrong norm, rope or scale of the embedding is below 0.9.
 LLAMA_CPP_COSINE = 0.99
+
+# Rows of logits of one engine that are to be the same, and of two that compute the same: relative root mean square. Far
+# above what fp16 does to a chain of three layers (0.01), far below what another token's logits are (0.3 and more).
+CONFORMANCE = 0.05

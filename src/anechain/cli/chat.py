@@ -21,6 +21,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="the system prompt, instead of the template's own")] = None,
     engine: Annotated[str, typer.Option(help="cpu, reference or coreml")] = "cpu",
     fast: Annotated[bool, typer.Option(help="cpu: bf16 arithmetic where the machine has it")] = False,
+    compute_units: Annotated[str, typer.Option(help="coreml: cpu-and-ne (the default), all, cpu-and-gpu, cpu")] = "",
     max_tokens: Annotated[int, typer.Option(help="the longest answer")] = 512,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token")] = 0.0,
     top_k: Annotated[int, typer.Option(help="draw from the k likeliest, 0 for all")] = 0,
@@ -32,7 +33,9 @@ def chat(
     sampling = Sampling(temperature, top_k, top_p, seed)
     opened = open_bundle(bundle)
     tokenizer = Tokenizer.load(opened.path / TOKENIZER)
-    conversation = Conversation(Chain(opened, open_engine(engine, fast=fast)), tokenizer, sampling, system)
+    conversation = Conversation(
+        Chain(opened, open_engine(engine, fast=fast, compute_units=compute_units)), tokenizer, sampling, system
+    )
     interactive, turns = sys.stdin.isatty(), list[dict[str, Any]]()
     for line in _lines(interactive):
         if line == "/reset":

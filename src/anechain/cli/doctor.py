@@ -88,10 +88,8 @@ def _coreml_fault() -> str:
         return f"needs a Mac with Apple silicon; this is {platform.system()} on {platform.machine()}"
     if platform.machine() != "arm64":
         return "this Python runs as x86-64 (Rosetta or an Intel Mac), which has no Neural Engine: use an arm64 Python"
-    if importlib.util.find_spec("anechain.run.coreml") is None:
-        return "is not part of this version"
     if importlib.util.find_spec("CoreML") is None:
-        return "PyObjC is not installed: pip install pyobjc-framework-CoreML"
+        return 'PyObjC is not installed: pip install "anechain[macos]"'
     return ""
 
 
@@ -100,6 +98,11 @@ def _machine() -> Machine:
     if platform.system() != "Darwin":
         return Machine(platform.system(), (), "none")
     return Machine("macOS", parse_version(platform.mac_ver()[0]), chip_name(_chip()))
+
+
+def mac_model() -> tuple[str, str]:
+    """The kind of Mac with its chip, and its system: what a compute plan is headed by."""
+    return f"{_sysctl('hw.model')} ({chip_name(_chip())})", f"macOS {platform.mac_ver()[0]}"
 
 
 def _chip() -> str:

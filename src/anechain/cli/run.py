@@ -19,6 +19,7 @@ def run(
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="the text to go on from")],
     engine: Annotated[str, typer.Option(help="cpu, reference or coreml")] = "cpu",
     fast: Annotated[bool, typer.Option(help="cpu: bf16 arithmetic where the machine has it")] = False,
+    compute_units: Annotated[str, typer.Option(help="coreml: cpu-and-ne (the default), all, cpu-and-gpu, cpu")] = "",
     max_tokens: Annotated[int, typer.Option(help="the longest answer")] = 64,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token")] = 0.0,
     top_k: Annotated[int, typer.Option(help="draw from the k likeliest, 0 for all")] = 0,
@@ -30,7 +31,7 @@ def run(
     sampling = Sampling(temperature, top_k, top_p, seed)
     opened = open_bundle(bundle)
     tokenizer = Tokenizer.load(opened.path / TOKENIZER)
-    chain = Chain(opened, open_engine(engine, fast=fast))
+    chain = Chain(opened, open_engine(engine, fast=fast, compute_units=compute_units))
     tokens = []
     for token in generate(chain, chain.start(), tokenizer, tokenizer.encode(prompt), sampling, max_tokens):
         tokens.append(token)
@@ -46,6 +47,7 @@ def run(
                 "ids": [t.id for t in tokens],
                 "finish": tokens[-1].finish,
                 "engine": chain.engine.name,
+                "handoff": chain.engine.handoff,
                 "first_token_ms": tokens[0].ms,
                 "decode_tok_per_s": speed,
             }
@@ -54,3 +56,5 @@ def run(
     sys.stdout.write("\n")
     pace = f", then {speed:.1f} tok/s" if speed else ""
     err.print(f"{chain.engine.name}: {len(tokens)} tokens, the first after {tokens[0].ms:.0f} ms{pace}")
+    if chain.engine.name == "coreml":
+        err.print(f"hand-off: {chain.engine.handoff}")

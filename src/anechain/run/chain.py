@@ -4,6 +4,7 @@ The chain owns the hand-off: the hidden state goes round a ring of buffers for e
 reads one and writes the next. Everything that a step needs is allocated once, by the engine.
 """
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -38,29 +39,23 @@ class Session:
 class _Feed:
     """The arrays of one function's ports, filled anew for every step: Q tokens at `position`.
 
-    `hidden` is the ring; it goes on from token to token, so that a step's output is never what was just an input.
+    The hidden states go round a ring, and on from token to token, so that no step writes what was just read.
     """
 
     def __init__(self, bundle: Bundle, engine: Engine, query: int) -> None:
         spec, f16 = bundle.spec, np.float16
         self.query, self._spec, self._context = query, spec, bundle.context
-        self.hidden = [engine.buffer((1, 1, query, spec.hidden_size), f16) for _ in range(RING)]
-        self._at = 0
+        self._ring = deque(engine.buffer((1, 1, query, spec.hidden_size), f16) for _ in range(RING))
         self.ports = {"begin": engine.buffer((4,), np.int32), "end": engine.buffer((4,), np.int32)}
         for kind, _ in enumerate(spec.attentions):
             suffix = kind_suffix(spec, kind)
             self.ports |= {f"{p}{suffix}": engine.buffer((1, 1, query, spec.head_dim), f16) for p in ("cos", "sin")}
             self.ports[f"mask{suffix}"] = engine.buffer((1, 1, query, bundle.context), f16)
 
-    @property
-    def here(self) -> np.ndarray:
-        """The hidden state [1, 1, Q, H] that the next stage reads."""
-        return self.hidden[self._at]
-
-    def advance(self) -> np.ndarray:
-        """Makes the next buffer of the ring the one to read, and returns it: a stage is to write it first."""
-        self._at = (self._at + 1) % len(self.hidden)
-        return self.here
+    def next_hidden(self) -> np.ndarray:
+        """The buffer [1, 1, Q, H] f16 of the ring that has not been used for the longest time."""
+        self._ring.rotate(-1)
+        return self._ring[-1]
 
     def fill(self, position: int) -> None:
         rows = position + np.arange(self.query)
@@ -95,7 +90,7 @@ class Chain:
         queries = {DECODE: 1} | ({PREFILL: bundle.prefill} if bundle.prefill else {})
         self._feeds = {function: _Feed(bundle, engine, query) for function, query in queries.items()}
         self._last = engine.buffer((1, 1, 1, bundle.spec.hidden_size), np.float16)
-        self._logits = {f"logits_{i}": engine.buffer((1, 1, 1, rows), np.float16) for i in range(pieces)}
+        self.logits = {f"logits_{i}": engine.buffer((1, 1, 1, rows), np.float16) for i in range(pieces)}
 
     def start(self) -> Session:
         """A conversation that has seen nothing."""
@@ -142,15 +137,20 @@ class Chain:
         for function, count in self._parts(session.position, len(hidden)):
             feed = self._feeds[function]
             feed.fill(session.position)
-            source = feed.here
+            source, target = feed.next_hidden(), feed.next_hidden()
             source[0, 0, :count] = hidden[done : done + count]
             source[0, 0, count:] = 0
-            target = feed.advance()
             self._step(number, function, session, source, target)
             leaving[done : done + count] = target[0, 0, :count]
             session.position += count
             done += count
         return leaving
+
+    def ports(self, function: str, position: int) -> dict[str, np.ndarray]:
+        """What a step of the first stage takes at `position`, the hidden state included, for looking at it."""
+        feed = self._feeds[function]
+        feed.fill(position)
+        return {"hidden": feed.next_hidden(), **feed.ports}
 
     def _parts(self, position: int, count: int) -> Iterator[tuple[str, int]]:
         """Which function takes how many, in order, of `count` tokens from `position` on."""
@@ -165,18 +165,20 @@ class Chain:
         """Embeds `tokens`, runs all stages, returns the hidden buffer [1, 1, Q, H] f16; more rows are padding."""
         feed = self._feeds[function]
         feed.fill(session.position)
-        feed.here[0, 0, : len(tokens)] = self.embedding.rows(tokens)
-        feed.here[0, 0, len(tokens) :] = 0
+        source = feed.next_hidden()
+        source[0, 0, : len(tokens)] = self.embedding.rows(tokens)
+        source[0, 0, len(tokens) :] = 0
         for number in range(len(self.stages)):
-            source, target = feed.here, feed.advance()
+            target = feed.next_hidden()
             self._step(number, function, session, source, target)
-        return feed.here
+            source = target
+        return source
 
     def _step(self, number: int, function: str, session: Session, source: np.ndarray, target: np.ndarray) -> None:
         inputs = {"hidden": source, **self._feeds[function].ports}
         self.stages[number].step(function, inputs, session.states[number], {"hidden_out": target})
 
     def _head(self) -> np.ndarray:
-        self.head.step(DECODE, {"hidden": self._last}, None, self._logits)
-        parts = [part[0, 0, 0] for part in self._logits.values()]
+        self.head.step(DECODE, {"hidden": self._last}, None, self.logits)
+        parts = [part[0, 0, 0] for part in self.logits.values()]
         return np.concatenate(parts)[: self.bundle.spec.vocab_size].astype(np.float32)

@@ -44,7 +44,7 @@ Say = Callable[[str], None]
 
 
 class Handoff:
-    """What became of the outputs of all stages: how many were checked, and how many copied, where and why."""
+    """What became of what all stages took and gave: how many arrays there were, and how many copied, where and why."""
 
     def __init__(self) -> None:
         self.checked = 0
@@ -60,7 +60,7 @@ class Handoff:
         if self.copied:
             worst = "; ".join(f"{package}: {reason}, {n} times" for (package, reason), n in self.copied.most_common(3))
             return f"copied {self.copied.total()} of {self.checked} ({worst})"
-        return f"zero-copy ({self.checked} checked)" if self.checked else "not measured: nothing was predicted"
+        return f"zero-copy ({self.checked} arrays)" if self.checked else "not measured: nothing was predicted"
 
 
 class CoreMLEngine:
@@ -225,10 +225,12 @@ class CoreMLStage:
         given = {name: self._shared(function, name, inputs[name]) for name in ports.inputs}
         backings = {name: self._shared(function, name, outputs[name]) for name in ports.outputs}
         buffers = (*given.values(), *backings.values())
+        reasons = []
         with own.lock if own else nullcontext(), self._port.pool():
             for name, buffer in given.items():
                 if buffer.array is not inputs[name]:
                     np.copyto(buffer.array, inputs[name])
+                    reasons.append(f"{function} {name} is not one of this engine's buffers")
             key = function, buffers
             if key not in self._requests:
                 self._requests[key] = self._port.prepare(self._models[function], given, backings)
@@ -239,7 +241,6 @@ class CoreMLStage:
                 raise EngineError(f"{self._name}, function {function!r}: {error}") from error
             finally:
                 self._port.take_back(buffers)
-            reasons = []
             for name, backing in backings.items():
                 if not backing.address or returned[name].address != backing.address:
                     returned[name].copy_to(backing.array)
@@ -247,7 +248,7 @@ class CoreMLStage:
                 if backing.array is not outputs[name]:
                     np.copyto(outputs[name], backing.array)
                     reasons.append(f"{function} {name} is not one of this engine's buffers")
-            self._handoff.note(self._name, len(backings), reasons)
+            self._handoff.note(self._name, len(buffers), reasons)
 
     def _shared(self, function: str, name: str, array: np.ndarray) -> Buffer:
         """The buffer that an array is the host's view of; for any other array one to copy from and to."""
