@@ -35,7 +35,7 @@ PYTHON = {
         "get",
         "Event",
     ),
-    *("_plain", "autorelease_pool"),
+    *("_plain", "autorelease_pool", "values"),
 }
 
 

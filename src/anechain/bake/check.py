@@ -81,7 +81,8 @@ def _port_faults(function: Function, ports: Ports) -> list[str]:
 
 def _op_faults(function: Function, recipe: Recipe, ceiling: int) -> list[str]:
     faults = []
-    if strange := sorted({op.type for op in function.ops} - ALLOWED):
+    allowed = ALLOWED | ({"layer_norm"} if recipe.norm == "layer_norm" else set())
+    if strange := sorted({op.type for op in function.ops} - allowed):
         faults.append(f"ops that a chain does not use: {', '.join(strange)}")
     if len(function.ops) > ceiling:
         faults.append(f"{len(function.ops)} ops, more than {ceiling}")
