@@ -11,6 +11,7 @@ import pytest
 from anechain.bundle.manifest import Bundle
 from anechain.errors import EngineError
 from anechain.run import chain as chain_module
+from anechain.run import coreml
 from anechain.run.chain import Chain
 from anechain.run.coreml import CoreMLEngine, CoreMLStage, Handoff, probe
 from anechain.run.coreml_port import COMPUTE_UNITS, row_strides
@@ -32,7 +33,9 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 def cache(tmp_path_factory: pytest.TempPathFactory, bundle: Bundle) -> Path:
     """Where the packages of `bundle` are compiled and probed already."""
     folder = tmp_path_factory.mktemp("compiled")
-    Chain(bundle, CoreMLEngine(make_port=SameDouble(), cache=folder))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(coreml, "probe", lambda *arguments: None)
+        Chain(bundle, CoreMLEngine(make_port=SameDouble(), cache=folder))
     return folder
 
 
@@ -75,6 +78,22 @@ def test_a_shorter_ring_is_refused_and_reported(
     assert np.array_equal(talk(chain), right)
     assert {event[2] for event in double.events if event[0] == "refused"} == {"hidden_out"}
     assert chain.engine.handoff.startswith("copied ") and "hidden_out is not in its backing" in chain.engine.handoff
+
+
+@pytest.mark.parametrize("cuts", [(3,), (1, 2), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize(("depth", "holds"), [(chain_module.RING, True), (chain_module.RING - 1, False)])
+def test_the_ring_is_just_deep_enough(
+    cuts: tuple[int, ...], depth: int, holds: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens that follow each other without a head between them, through any number of packages."""
+    monkeypatch.setattr(coreml, "probe", lambda *arguments: None)
+    monkeypatch.setattr(chain_module, "RING", depth)
+    chain, double = opened(make_bundle(tiny_source("llama"), tmp_path / "b", "fp16", 32, 0, cuts), tmp_path / "c")
+    session = chain.start()
+    for length in (7, 1, 1, 5, 1):
+        chain.feed(session, IDS[:length])
+    assert chain.engine.handoff.startswith("zero-copy") == holds
+    assert double.faults == []
 
 
 @pytest.mark.parametrize("own_strides", [False, True])

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from anechain.cli.console import out, print_json
+from anechain.cli.console import err, out, print_json
+from anechain.errors import RequestError
 from anechain.judge.compatibility import Known, Machine, chip_name, known_problems, parse_version
 
 PYTHONS = ((3, 11), (3, 14))  # from, and before which
@@ -20,14 +21,37 @@ MAC_NATIVE = "libcoremlpython"  # what predicts, and exists on a Mac only
 _SUFFIXES = (".so", ".dylib", ".pyd")
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False) -> int:
+def doctor(
+    record_to: Annotated[
+        Path | None,
+        typer.Option("--record", metavar="OUT.zip", help="on a Mac: measure the demo model, for us to read"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> int:
     """Show what this machine can do, and which known problems concern it. Exit code 1 when it cannot even bake."""
+    if record_to is not None:
+        return _measure(record_to)
     record = examine()
     if as_json:
         print_json(record)
     else:
         _show(record)
     return 0 if record["can_bake"] else 1
+
+
+def _measure(path: Path) -> int:
+    """Raises EngineError at once where there is no Core ML."""
+    from anechain.judge.mac_record import Mac, make_record
+    from anechain.judge.record import write_record
+    from anechain.run.coreml import CoreMLEngine
+
+    CoreMLEngine()
+    if not path.parent.is_dir():
+        raise RequestError(f"--record {path}: there is no folder {path.parent}: make it first.")
+    mac = Mac(mac_model()[1], chip_name(_chip()), _sysctl("hw.model"))
+    write_record(make_record(mac, "demo", CoreMLEngine, err.print), path)
+    err.print(f"{path}: no prompts, no serial numbers, no names; send it to us (docs/on-a-mac.md)")
+    return 0
 
 
 def examine() -> dict[str, Any]:

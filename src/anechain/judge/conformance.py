@@ -13,6 +13,9 @@ from anechain.bundle.spec import DECODE
 from anechain.errors import AnechainError, EngineError
 from anechain.run.chain import MIN_CHUNK, Chain, Session
 
+# What counts as the same on hardware that rounds as it likes: the fp16 chain of SmolLM2 is off by 0.01 under stress,
+# and the logits of another token by 0.3 and more.
+AGREEMENT = 0.1
 STEPS = 4  # tokens that are decoded one by one after a prompt
 
 Check = Callable[[Chain, Chain, float], str]
@@ -150,8 +153,9 @@ def wrong_calls_are_refused(chain: Chain, reference: Chain, agreement: float) ->
         "a missing output": (DECODE, right, state, {}),
         "an unknown output": (DECODE, right, state, {**out, "more": out["hidden_out"]}),
         "no state": (DECODE, right, None, out),
-        "a box beyond the context": (DECODE, {**right, **beyond}, state, out),
     }
+    if "begin" in right:
+        calls["a box beyond the context"] = (DECODE, {**right, **beyond}, state, out)
     for what, call in calls.items():
         try:
             stage.step(*call)

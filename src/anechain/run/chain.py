@@ -52,10 +52,15 @@ class _Feed:
             self.ports |= {f"{p}{suffix}": engine.buffer((1, 1, query, spec.head_dim), f16) for p in ("cos", "sin")}
             self.ports[f"mask{suffix}"] = engine.buffer((1, 1, query, bundle.context), f16)
 
-    def next_hidden(self) -> np.ndarray:
-        """The buffer [1, 1, Q, H] f16 of the ring that has not been used for the longest time."""
+    @property
+    def here(self) -> np.ndarray:
+        """The hidden state [1, 1, Q, H] f16 that the next step reads."""
+        return self._ring[0]
+
+    def advance(self) -> np.ndarray:
+        """The next buffer of the ring, which a step is to write and the one after it reads."""
         self._ring.rotate(-1)
-        return self._ring[-1]
+        return self.here
 
     def fill(self, position: int) -> None:
         rows = position + np.arange(self.query)
@@ -137,9 +142,10 @@ class Chain:
         for function, count in self._parts(session.position, len(hidden)):
             feed = self._feeds[function]
             feed.fill(session.position)
-            source, target = feed.next_hidden(), feed.next_hidden()
+            source = feed.here
             source[0, 0, :count] = hidden[done : done + count]
             source[0, 0, count:] = 0
+            target = feed.advance()
             self._step(number, function, session, source, target)
             leaving[done : done + count] = target[0, 0, :count]
             session.position += count
@@ -150,7 +156,7 @@ class Chain:
         """What a step of the first stage takes at `position`, the hidden state included, for looking at it."""
         feed = self._feeds[function]
         feed.fill(position)
-        return {"hidden": feed.next_hidden(), **feed.ports}
+        return {"hidden": feed.here, **feed.ports}
 
     def _parts(self, position: int, count: int) -> Iterator[tuple[str, int]]:
         """Which function takes how many, in order, of `count` tokens from `position` on."""
@@ -165,14 +171,12 @@ class Chain:
         """Embeds `tokens`, runs all stages, returns the hidden buffer [1, 1, Q, H] f16; more rows are padding."""
         feed = self._feeds[function]
         feed.fill(session.position)
-        source = feed.next_hidden()
-        source[0, 0, : len(tokens)] = self.embedding.rows(tokens)
-        source[0, 0, len(tokens) :] = 0
+        feed.here[0, 0, : len(tokens)] = self.embedding.rows(tokens)
+        feed.here[0, 0, len(tokens) :] = 0
         for number in range(len(self.stages)):
-            target = feed.next_hidden()
+            source, target = feed.here, feed.advance()
             self._step(number, function, session, source, target)
-            source = target
-        return source
+        return feed.here
 
     def _step(self, number: int, function: str, session: Session, source: np.ndarray, target: np.ndarray) -> None:
         inputs = {"hidden": source, **self._feeds[function].ports}

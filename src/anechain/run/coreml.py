@@ -140,6 +140,7 @@ class _Place:
         return (self._folder / f"probed-{units}").exists()
 
     def set_probed(self, units: str) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self._folder / f"probed-{units}", b"")
 
 
