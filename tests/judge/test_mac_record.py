@@ -141,15 +141,6 @@ def test_a_process_that_ends_costs_its_row_alone(model: str, tmp_path: Path) -> 
     assert trial.status == "broken"
 
 
-@pytest.mark.skipif(platform.system() == "Darwin", reason="a Mac has Core ML")
-def test_elsewhere_it_is_refused(anechain: Callable[..., Outcome], tmp_path: Path) -> None:
-    code, out, err = anechain("doctor", "--record", tmp_path / "out.zip")
-    assert (code, out) == (2, "") and not list(tmp_path.iterdir())
-    assert err.startswith("anechain: the coreml engine needs a Mac with Apple silicon, and this is ") and (
-        err.count("\n") == 1
-    )
-
-
 def test_on_a_mac_it_is_written(
     passing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anechain: Callable[..., Outcome]
 ) -> None:
