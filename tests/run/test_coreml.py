@@ -4,12 +4,14 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from anechain.bundle.manifest import Bundle
 from anechain.errors import EngineError
+from anechain.judge.conformance import CHECKS
 from anechain.run import chain as chain_module
 from anechain.run import coreml
 from anechain.run.chain import Chain
@@ -18,6 +20,7 @@ from anechain.run.coreml_port import COMPUTE_UNITS, row_strides
 from anechain.run.reference import ReferenceEngine
 from tests.bundle_maker import make_bundle, tiny_source
 from tests.run.coreml_double import Double, Manners, SameDouble
+from tests.tolerances import CONFORMANCE
 
 IDS = np.random.default_rng(3).integers(0, 320, 64)
 N_STAGES = 3
@@ -182,6 +185,25 @@ def test_one_state_a_package_serves_both_functions(bundle: Bundle, cache: Path) 
     chain.feed(session, IDS[:32])
     chain.feed(session, IDS[32:33])
     assert [e for e in double.events if e[0] == "new_state"] == [("new_state", f"block-{i:03}") for i in range(3)]
+
+
+@pytest.mark.parametrize("check", ["two conversations", "a copy goes its own way"])
+def test_a_state_that_two_conversations_share_is_found(
+    check: str, bundle: Bundle, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain, double = opened(bundle, cache)
+    assert CHECKS[check](chain, chain, CONFORMANCE) == ""
+    new_state, made = double.new_state, dict[str, Any]()
+    monkeypatch.setattr(double, "new_state", lambda model: made.setdefault(model.name, new_state(model)))
+    assert "off by" in CHECKS[check](chain, chain, CONFORMANCE)
+
+
+def test_a_new_state_is_cleared(bundle: Bundle, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The double leaves it full of NaN, which a masked cell would bring into every sum."""
+    chain, double = opened(bundle, cache)
+    assert np.isfinite(chain.feed(chain.start(), IDS[:3])).all()
+    monkeypatch.setattr(double, "visit_state", lambda state, name, visit: None)
+    assert np.isnan(chain.feed(chain.start(), IDS[:3])).all()
 
 
 def test_a_state_of_another_stage_is_refused(bundle: Bundle, cache: Path) -> None:

@@ -19,7 +19,6 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from numpy.typing import DTypeLike
 
 from anechain.bundle.cache import cache_directory
 from anechain.bundle.manifest import record_files, write_atomically
-from anechain.bundle.program import Value, read_program
+from anechain.bundle.program import Program, Value, read_program
 from anechain.errors import AnechainError, EngineError
 from anechain.run.coreml_port import COMPUTE_UNITS, AppleCoreML, Buffer, Placed, Port
 from anechain.run.engine import State
@@ -96,13 +95,14 @@ class CoreMLEngine:
         if len(packages) != 1:
             raise EngineError("the coreml engine runs one package a stage: load each alone.")
         package = packages[0]
+        program = read_program(package)
         place = _Place(package, self._cache, self._port.system())
         if not place.was_probed(self.units):
             fault = probe(packages, self.units, self._make_port, self._cache)
             if fault:
                 raise EngineError(fault)
             place.set_probed(self.units)
-        return CoreMLStage(self._port, place, self.units, self._buffers, self._handoff)
+        return CoreMLStage(self._port, place, program, self.units, self._buffers, self._handoff)
 
     def plan(self, package: Path) -> dict[str, dict[str, Placed]]:
         """function -> op -> where Core ML means to run it."""
@@ -145,32 +145,29 @@ class _Place:
 
 
 class CoreMLState:
-    """The states of one conversation in one package: one MLState, which both functions use.
-
-    Predictions on it never overlap: each takes its lock.
-    """
+    """The states of one conversation in one package: one MLState, which both functions use."""
 
     def __init__(self, stage: "CoreMLStage", handle: Any) -> None:
-        self.stage, self.handle, self.lock = stage, handle, threading.Lock()
+        self.stage, self.handle = stage, handle
 
     def copy(self) -> "CoreMLState":
-        with self.lock:
-            return self.stage.copy_of(self)
+        return self.stage.copy_of(self)
 
 
 class CoreMLStage:
-    """One package, loaded: a model for each of its functions."""
+    """One package, loaded: a model for each of its functions. One prediction at a time, so none overlap on a state."""
 
     def __init__(
         self,
         port: Port,
         place: _Place,
+        program: Program,
         units: str,
         buffers: Mapping[int, Buffer],
         handoff: Handoff,
         say: Say = lambda doing: None,
     ) -> None:
-        program = read_program(place.package)
+        self._lock = threading.Lock()
         self._port, self._name, self._own, self._handoff = port, place.package.name, buffers, handoff
         self._plan = StagePlan([program])
         self._shapes = {
@@ -204,13 +201,14 @@ class CoreMLStage:
     def copy_of(self, state: CoreMLState) -> CoreMLState:
         """Core ML has no copy of a state: it is read out, and written into a new one."""
         copy = CoreMLState(self, self._port.new_state(self._models[self.functions[0]]))
-        for value in self._states:
-            seen = self._contents(state, value.name)
+        with self._lock:
+            for value in self._states:
+                seen = self._contents(state, value.name)
 
-            def write(array: np.ndarray, seen: np.ndarray = seen) -> None:
-                np.copyto(array, seen)
+                def write(array: np.ndarray, seen: np.ndarray = seen) -> None:
+                    np.copyto(array, seen)
 
-            self._port.visit_state(copy.handle, value.name, write)
+                self._port.visit_state(copy.handle, value.name, write)
         return copy
 
     def _contents(self, state: CoreMLState, name: str) -> np.ndarray:
@@ -223,11 +221,11 @@ class CoreMLStage:
     ) -> None:
         own = self._check(function, inputs, state, outputs)
         ports = self._plan.steps[function]
-        given = {name: self._shared(function, name, inputs[name]) for name in ports.inputs}
-        backings = {name: self._shared(function, name, outputs[name]) for name in ports.outputs}
-        buffers = (*given.values(), *backings.values())
         reasons = []
-        with own.lock if own else nullcontext(), self._port.pool():
+        with self._lock, self._port.pool():
+            given = {name: self._shared(function, name, inputs[name]) for name in ports.inputs}
+            backings = {name: self._shared(function, name, outputs[name]) for name in ports.outputs}
+            buffers = (*given.values(), *backings.values())
             for name, buffer in given.items():
                 if buffer.array is not inputs[name]:
                     np.copyto(buffer.array, inputs[name])
@@ -354,7 +352,7 @@ def _try_out(packages: list[Path], units: str, make_port: MakePort, cache: Path,
                 pipe.send(("doing", f"{name} {doing}"))
 
             place = _Place(package, cache, port.system())
-            stages.append(CoreMLStage(port, place, units, {}, Handoff(), say))
+            stages.append(CoreMLStage(port, place, read_program(package), units, {}, Handoff(), say))
             stages[-1].try_out(say)
     except AnechainError as error:
         pipe.send((_REFUSED, str(error)))

@@ -201,6 +201,8 @@ class AppleCoreML:
         if status != CoreVideo.kCVReturnSuccess:
             raise EngineError(f"Core Video cannot make a pixel buffer of {height} x {width} (status {status}).")
         handle = CoreML.MLMultiArray.alloc().initWithPixelBuffer_shape_(pixels, _numbers(shape))
+        if handle is None:
+            _refuse(f"make an array of {list(shape)} on a pixel buffer", None)
         _lock(pixels)
         row = CoreVideo.CVPixelBufferGetBytesPerRow(pixels)
         memory = CoreVideo.CVPixelBufferGetBaseAddress(pixels).as_buffer(row * height)
@@ -335,6 +337,7 @@ def _view(array: Any) -> np.ndarray:
         CoreML.MLMultiArrayDataTypeFloat16: np.float16,
         CoreML.MLMultiArrayDataTypeFloat32: np.float32,
         CoreML.MLMultiArrayDataTypeInt32: np.int32,
+        CoreML.MLMultiArrayDataTypeInt8: np.int8,
     }
     dtype = np.dtype(kinds[array.dataType()])
     shape = [int(n) for n in array.shape()]
