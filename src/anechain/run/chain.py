@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from anechain.bundle.embedding import open_embedding
+from anechain.bundle.form import from_int8, to_int8
 from anechain.bundle.manifest import Bundle
-from anechain.bundle.spec import DECODE, MASKED, PREFILL, head_pieces, kind_suffix
+from anechain.bundle.spec import DECODE, MASKED, PREFILL, WRITE, head_pieces, kind_suffix
 from anechain.errors import RequestError
 from anechain.run.engine import Engine, Stage, State
 from anechain.run.rope import rotations
@@ -37,12 +38,23 @@ class _Feed:
     def __init__(self, bundle: Bundle, query: int) -> None:
         spec = bundle.spec
         self.query, self._spec, self._context = query, spec, bundle.context
-        self.hidden = [np.zeros((1, 1, query, spec.hidden_size), np.float16) for _ in range(2)]
-        self.ports = {"begin": np.zeros(4, np.int32), "end": np.zeros(4, np.int32)}
+        shape = (1, 1, query, spec.hidden_size)
+        dtypes = (np.float16, np.int8) if bundle.boundary_scales else (np.float16,)
+        self._hidden = {np.dtype(dtype): [np.zeros(shape, dtype) for _ in range(2)] for dtype in dtypes}
+        self.ports: dict[str, np.ndarray]
+        if bundle.state_update == "blend":
+            self.ports = {WRITE: np.zeros((1, 1, query, bundle.context), np.float16)}
+        else:
+            self.ports = {"begin": np.zeros(4, np.int32), "end": np.zeros(4, np.int32)}
         for kind, _ in enumerate(spec.attentions):
             suffix = kind_suffix(spec, kind)
             self.ports |= {f"{p}{suffix}": np.zeros((1, 1, query, spec.head_dim), np.float16) for p in ("cos", "sin")}
             self.ports[f"mask{suffix}"] = np.zeros((1, 1, query, bundle.context), np.float16)
+
+    def hidden(self, scale: float | None, beside: np.ndarray | None = None) -> np.ndarray:
+        """A buffer [1, 1, Q, H] for hidden states, int8 where they have a scale, which is not the one `beside` it."""
+        first, second = self._hidden[np.dtype(np.float16 if scale is None else np.int8)]
+        return second if beside is first else first
 
     def fill(self, position: int) -> None:
         rows = position + np.arange(self.query)
@@ -55,7 +67,10 @@ class _Feed:
             if attention.window is not None:
                 visible = visible & (cells > rows[:, None] - attention.window)
             self.ports[f"mask{suffix}"][0, 0] = np.where(visible, 0.0, MASKED)
-        self.ports["begin"][2], self.ports["end"][2] = position, position + self.query
+        if WRITE in self.ports:
+            self.ports[WRITE][0, 0] = cells == rows[:, None]
+        else:
+            self.ports["begin"][2], self.ports["end"][2] = position, position + self.query
 
 
 class Chain:
@@ -72,6 +87,12 @@ class Chain:
             self.packages = [bundle.block_paths]
         self.stages: list[Stage] = [engine.load(group) for group in self.packages]
         self.head = engine.load([bundle.head_path])
+        self.scales: list[tuple[float | None, float | None]] = []  # of what enters and what leaves each stage, if int8
+        done = 0
+        for group in self.packages:
+            last = done + len(group) - 1
+            self.scales.append((bundle.form(done).takes, bundle.form(last).gives))
+            done += len(group)
         pieces, rows = head_pieces(bundle.spec)
         self._feeds = {DECODE: _Feed(bundle, 1)} | ({PREFILL: _Feed(bundle, bundle.prefill)} if bundle.prefill else {})
         self._last = np.zeros((1, 1, 1, bundle.spec.hidden_size), np.float16)
@@ -115,18 +136,23 @@ class Chain:
     def stage_feed(self, number: int, session: Session, hidden: np.ndarray) -> np.ndarray:
         """Runs stage `number` alone: `hidden` [n, H] f16 enters, cut as in `feed`; what leaves is returned, [n, H] f16.
 
-        For looking at stages one by one: each call takes the next n positions, counted in `session`.
+        For looking at stages one by one: each call takes the next n positions, counted in `session`. Where the stage
+        takes or gives int8, it is rounded on the way in, and widened on the way out.
         """
+        takes, gives = self.scales[number]
         leaving = np.empty_like(hidden)
         done = 0
         for function, count in self._parts(session.position, len(hidden)):
             feed = self._feeds[function]
             feed.fill(session.position)
-            source, target = feed.hidden
-            source[0, 0, :count] = hidden[done : done + count]
+            source = feed.hidden(takes)
+            target = feed.hidden(gives, source)
+            rows = hidden[done : done + count]
+            source[0, 0, :count] = rows if takes is None else to_int8(rows, takes)
             source[0, 0, count:] = 0
             self._step(number, function, session, source, target)
-            leaving[done : done + count] = target[0, 0, :count]
+            rows = target[0, 0, :count]
+            leaving[done : done + count] = rows if gives is None else from_int8(rows, gives)
             session.position += count
             done += count
         return leaving
@@ -144,12 +170,13 @@ class Chain:
         """Embeds `tokens`, runs all stages, returns the hidden buffer [1, 1, Q, H] f16; more rows are padding."""
         feed = self._feeds[function]
         feed.fill(session.position)
-        source, target = feed.hidden
+        source = feed.hidden(None)
         source[0, 0, : len(tokens)] = self.embedding.rows(tokens)
         source[0, 0, len(tokens) :] = 0
-        for number in range(len(self.stages)):
+        for number, (_, gives) in enumerate(self.scales):
+            target = feed.hidden(gives, source)
             self._step(number, function, session, source, target)
-            source, target = target, source
+            source = target
         return source
 
     def _step(self, number: int, function: str, session: Session, source: np.ndarray, target: np.ndarray) -> None:
