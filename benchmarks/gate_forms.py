@@ -41,10 +41,8 @@ def main() -> None:
     parser.add_argument("--bake", nargs="*", default=[], help="more flags of `anechain bake`, without their dashes")
     options = parser.parse_args()
     extra = [f"--{word}" if i % 2 == 0 else word for i, word in enumerate(options.bake)]
-    print(
-        "| layers a package | update | context | engine | profile | verdict | top-1 | min cosine | centred | mean KL | s |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|---|", flush=True)
+    print("| " + " | ".join(COLUMNS) + " |")
+    print("|---" * len(COLUMNS) + "|", flush=True)
     for context, layers, update in product(options.context, options.layers, options.update):
         bundle = options.folder / "-".join([layers, update, context, *options.bake])
         form = ["--layers-per-package", layers, "--state-update", update, "--context", context]

@@ -52,7 +52,7 @@ def boundary_scale(largest: float) -> float:
 def to_int8(hidden: np.ndarray, scale: float) -> np.ndarray:
     """What the op `quantize` makes of fp16: the nearest step, halves to even, cut off at -128 and 127."""
     steps: np.ndarray = np.rint(hidden.astype(np.float32) / np.float32(scale))
-    return np.clip(steps, -128, 127).astype(np.int8)
+    return steps.clip(-128, 127).astype(np.int8)
 
 
 def from_int8(hidden: np.ndarray, scale: float) -> np.ndarray:

@@ -9,7 +9,9 @@ import typer
 
 from anechain.bundle.manifest import TOKENIZER, open_bundle
 from anechain.cli.console import err, open_engine, print_json
+from anechain.cli.doctor import this_machine
 from anechain.errors import RequestError
+from anechain.judge.measured import refuse_diverged
 from anechain.run.chain import Chain
 from anechain.run.conversation import Conversation
 from anechain.run.sample import Sampling
@@ -32,6 +34,8 @@ def chat(
     sampling = Sampling(temperature, top_k, top_p, seed)
     opened = open_bundle(bundle)
     tokenizer = Tokenizer.load(opened.path / TOKENIZER)
+    if engine == "coreml":
+        refuse_diverged(opened, this_machine())
     conversation = Conversation(Chain(opened, open_engine(engine, fast=fast)), tokenizer, sampling, system)
     interactive, turns = sys.stdin.isatty(), list[dict[str, Any]]()
     for line in _lines(interactive):

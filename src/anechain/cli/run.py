@@ -8,6 +8,8 @@ import typer
 
 from anechain.bundle.manifest import TOKENIZER, open_bundle
 from anechain.cli.console import err, open_engine, print_json
+from anechain.cli.doctor import this_machine
+from anechain.judge.measured import refuse_diverged
 from anechain.run.chain import Chain
 from anechain.run.generate import generate
 from anechain.run.sample import Sampling
@@ -30,6 +32,8 @@ def run(
     sampling = Sampling(temperature, top_k, top_p, seed)
     opened = open_bundle(bundle)
     tokenizer = Tokenizer.load(opened.path / TOKENIZER)
+    if engine == "coreml":
+        refuse_diverged(opened, this_machine())
     chain = Chain(opened, open_engine(engine, fast=fast))
     tokens = []
     for token in generate(chain, chain.start(), tokenizer, tokenizer.encode(prompt), sampling, max_tokens):

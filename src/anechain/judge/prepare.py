@@ -54,7 +54,7 @@ def bake_with_baselines(
     in `cache_directory()`; so is how far the residual stream reaches, by which the plan's spec is scaled.
     `oracle_progress` counts the layers of a computation. Raises RequestError when that folder cannot be written to.
     """
-    folder = _cache_folder("baselines")
+    folder = cache_folder("baselines")
     plan = with_boundary_scales(with_stream_scale(plan, source, oracle_progress), source, oracle_progress)
 
     def attach(extras: Path) -> None:
@@ -103,7 +103,7 @@ def _measured(source: Source, sequences: Sequence[np.ndarray], kind: str) -> Pat
     decided = hashlib.sha256(source.fingerprint.encode())
     for ids in sequences:
         decided.update(ids.tobytes() + b"|")
-    return _cache_folder(kind) / f"{decided.hexdigest()[:32]}.json"
+    return cache_folder(kind) / f"{decided.hexdigest()[:32]}.json"
 
 
 def cache_directory() -> Path:
@@ -113,7 +113,7 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "anechain"
 
 
-def _cache_folder(name: str) -> Path:
+def cache_folder(name: str) -> Path:
     folder = cache_directory() / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
