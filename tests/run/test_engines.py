@@ -6,6 +6,7 @@ A double proves the protocol, not Core ML.
 import platform
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,14 +22,17 @@ from tests.bundle_maker import make_bundle, tiny_source
 from tests.run.coreml_double import Manners, SameDouble
 from tests.tolerances import CONFORMANCE
 
-BUNDLES = {"qwen3, fp16": ("qwen3", "fp16", (1, 2)), "gemma3, int8": ("gemma3", "int8", (2, 1))}
+BUNDLES: dict[str, tuple[str, str, tuple[int, ...], dict[str, Any]]] = {
+    "qwen3, fp16": ("qwen3", "fp16", (1, 2), {}),
+    "gemma3, int8": ("gemma3", "int8", (2, 1), {}),
+    "llama, blend, int8 ports": (
+        "llama", "fp16", (1, 1, 1), {"target": "macOS26", "state_update": "blend", "scales": (0.0625, 0.0625)}
+    ),
+}  # fmt: skip
 ENGINES: dict[str, Callable[[Path], Engine]] = {
     "reference": lambda cache: ReferenceEngine(),
     "cpu-exact": lambda cache: CpuEngine("exact"),
-    "coreml (double)": lambda cache: CoreMLEngine(make_port=SameDouble(), cache=cache),
-    "coreml (double, rows 128 bytes apart)": lambda cache: CoreMLEngine(
-        make_port=SameDouble(Manners(row_alignment=256)), cache=cache
-    ),
+    "coreml (double)": lambda cache: CoreMLEngine(make_port=SameDouble(Manners(row_alignment=256)), cache=cache),
 }
 
 
@@ -36,8 +40,8 @@ ENGINES: dict[str, Callable[[Path], Engine]] = {
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
     folder = tmp_path_factory.mktemp("bundles")
     return {
-        name: make_bundle(tiny_source(spec), folder / spec, recipe, 64, 32, cuts)
-        for name, (spec, recipe, cuts) in BUNDLES.items()
+        name: make_bundle(tiny_source(spec), folder / spec, recipe, 64, 32, cuts, **more)
+        for name, (spec, recipe, cuts, more) in BUNDLES.items()
     }
 
 

@@ -14,6 +14,7 @@ import typer
 from anechain.cli.console import err, out, print_json
 from anechain.errors import RequestError
 from anechain.judge.compatibility import Known, Machine, chip_name, known_problems, parse_version
+from anechain.judge.measured import Stored, feature_answer, import_record, stored_records
 
 PYTHONS = ((3, 11), (3, 14))  # from, and before which
 NATIVE = ("libmilstoragepython", "libmodelpackage")  # without them a bake cannot write weights or packages
@@ -26,11 +27,20 @@ def doctor(
         Path | None,
         typer.Option("--record", metavar="OUT.zip", help="on a Mac: measure the demo model, for us to read"),
     ] = None,
+    imported: Annotated[
+        Path | None, typer.Option("--import", metavar="RECORD.zip", help="keep what was measured on a Mac")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> int:
-    """Show what this machine can do, and which known problems concern it. Exit code 1 when it cannot even bake."""
+    """Show what this machine can do, and which known problems concern it. Exit code 1 when it cannot even bake.
+
+    With --record, measure the demo model on a Mac instead; with --import, take such a record into this user's store.
+    """
     if record_to is not None:
         return _measure(record_to)
+    if imported is not None:
+        _import(imported, as_json)
+        return 0
     record = examine()
     if as_json:
         print_json(record)
@@ -56,8 +66,8 @@ def _measure(path: Path) -> int:
 
 def examine() -> dict[str, Any]:
     """Everything that doctor prints; imports none of what it looks for."""
-    machine, tool = _machine(), _version("coremltools")
-    python = _python()
+    machine, tool = this_machine(), _version("coremltools")
+    python, records = _python(), stored_records()
     native = _native_parts()
     return {
         "python": python,
@@ -69,8 +79,26 @@ def examine() -> dict[str, Any]:
         "coremltools": {"version": tool or None, "native_parts": native},
         "engines": _engines(),
         "can_bake": python["supported"] and bool(tool) and all(native[name] for name in NATIVE),
-        "known_problems": [_problem(row) for row in _concerning(machine, tool)],
+        "known_problems": [_problem(row, machine, tool, records) for row in _concerning(machine, tool)],
+        "records": len(records),
     }
+
+
+def _import(path: Path, as_json: bool) -> None:
+    stored, new = import_record(path)
+    record = stored.record
+    counts = {s: sum(t.status == s for t in record.trials) for s in ("works", "broken", "unknown")}
+    summary = {"os": record.os, "chip": record.chip, "coremltools": record.coremltools, "new": new, **counts}
+    if as_json:
+        print_json({**summary, "file": str(stored.file)})
+        return
+    out.print(f"measured on {record.os}, {record.chip}, with packages of coremltools {record.coremltools}:")
+    for trial in record.trials:
+        tried = trial.configuration
+        form = f"{tried.recipe}, {tried.target}, {tried.layers_per_package} layers a package, {tried.state_update}"
+        form += f", {tried.activations} between packages" + (f", {tried.function}" if tried.function else "")
+        out.print(f"{trial.status:8} {tried.model}: {form}" + (f": {trial.diverged}" if trial.diverged else ""))
+    out.print(f"{'kept' if new else 'known already'}: {stored.file}")
 
 
 def _python() -> dict[str, Any]:
@@ -117,7 +145,7 @@ def _coreml_fault() -> str:
     return ""
 
 
-def _machine() -> Machine:
+def this_machine() -> Machine:
     """What known problems are matched with: of a system that is not Apple's, nothing but its name."""
     if platform.system() != "Darwin":
         return Machine(platform.system(), (), "none")
@@ -161,8 +189,10 @@ def _concerning(machine: Machine, tool: str) -> list[Known]:
     return [row for row in here if row.status != "works"]
 
 
-def _problem(row: Known) -> dict[str, Any]:
+def _problem(row: Known, machine: Machine, tool: str, records: list[Stored]) -> dict[str, Any]:
+    judged = feature_answer(row.feature, machine, tool, records)
     return {
+        "measured": judged.status if judged.basis == "measured" else None,
         "id": row.id, "feature": row.feature, "status": row.status, "where": str(row.scope), "rule": row.rule,
         "what": row.what, "fix": row.fix, "source": row.source,
     }  # fmt: skip
@@ -181,7 +211,8 @@ def _show(record: dict[str, Any]) -> None:
         out.print(f"engine       {name}: {'yes' if engine['available'] else 'no'}, {engine['reason']}")
     for problem in record["known_problems"]:
         what = f"{problem['what']} [{problem['where']}; {problem['source']}]"
-        out.print(f"published    {problem['feature']}: {problem['status']}: {what}")
+        measured = f" (measured here: {problem['measured']})" if problem["measured"] else ""
+        out.print(f"published    {problem['feature']}: {problem['status']}{measured}: {what}")
     if not record["known_problems"]:
         out.print("published    no known problem concerns this machine")
     out.print("can bake     " + ("yes" if record["can_bake"] else "no"))

@@ -8,6 +8,8 @@ import typer
 
 from anechain.bundle.manifest import TOKENIZER, open_bundle
 from anechain.cli.console import err, open_engine, open_grammar, print_json
+from anechain.cli.doctor import this_machine
+from anechain.judge.measured import refuse_diverged
 from anechain.run.chain import Chain
 from anechain.run.generate import generate
 from anechain.run.grammar import Grammars
@@ -37,6 +39,8 @@ def run(
     opened = open_bundle(bundle)
     tokenizer = Tokenizer.load(opened.path / TOKENIZER)
     constraint = Grammars(tokenizer).start(wanted) if wanted else None
+    if engine == "coreml":
+        refuse_diverged(opened, this_machine())
     chain = Chain(opened, open_engine(engine, fast=fast, compute_units=compute_units))
     tokens, ids = [], tokenizer.encode(prompt)
     for token in generate(chain, chain.start(), tokenizer, ids, sampling, max_tokens, constraint=constraint):

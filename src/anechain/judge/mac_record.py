@@ -22,7 +22,7 @@ import numpy as np
 from anechain.bake.jobs import make_plan as plan_bake
 from anechain.bake.lora import open_merged
 from anechain.bundle.manifest import Bundle, open_bundle
-from anechain.bundle.recipe import Recipe, load_recipe, parse_recipe
+from anechain.bundle.recipe import Norm, Recipe, load_recipe, parse_recipe
 from anechain.errors import AnechainError, RecipeError
 from anechain.judge.conformance import AGREEMENT, run_checks
 from anechain.judge.gate import run_gate
@@ -34,6 +34,7 @@ from anechain.run.coreml import CoreMLEngine
 from anechain.run.reference import ReferenceEngine
 
 DECODE_TOKENS = 32  # whose median time is a decode speed
+SHIPPED = ("fp16", "int8", "int8-block32", "m8")
 NOT_AVAILABLE = "not available: "
 
 MakeEngine = Callable[[], CoreMLEngine]
@@ -42,22 +43,21 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Row:
-    """One form of a bundle. `scheme` is that of all matrices, or the name of a shipped recipe; `options` are further
-    arguments of a bake, by their names, which this anechain may or may not know.
+    """One form of a bundle. `scheme` is the name of a recipe that comes with anechain, or a scheme for all matrices;
+    `options` are further arguments of a bake, by their names, which this anechain may or may not know.
     """
 
     name: str
     scheme: str = "fp16"
     layers: int | None = None  # a package; None is the fewest packages
-    norm: str = "max-scaled"
+    norm: Norm = "max-scaled"
     target: str = "macOS15"
     options: Mapping[str, str] = field(default_factory=dict)
-    shipped: bool = False
 
     def recipe(self) -> Recipe:
         """Raises RecipeError for a scheme or a norm that this anechain does not know."""
-        if self.shipped:
-            return load_recipe(self.scheme)
+        if self.scheme in SHIPPED:
+            return replace(load_recipe(self.scheme), norm=self.norm)
         text = f'name = "{self.scheme}"\nnorm = "{self.norm}"\n[[rule]]\nmatch = "*"\nscheme = "{self.scheme}"\n'
         return parse_recipe(text, f"{self.name}.toml")
 
@@ -77,7 +77,7 @@ ROWS: tuple[Row, ...] = (
     Row("int8 per channel, blend", "int8", options=BLEND),
     Row("fp16, layer_norm", norm="layer_norm"),
     Row("int8 per channel, int8 ports", "int8", 5, target="macOS26", options=INT8_PORTS),
-    Row("historical recipe", "m8", 1, shipped=True),
+    Row("historical recipe", "m8", 1),
 )
 
 

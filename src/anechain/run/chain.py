@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from anechain.bundle.embedding import open_embedding
+from anechain.bundle.form import from_int8, to_int8
 from anechain.bundle.manifest import Bundle
-from anechain.bundle.spec import DECODE, MASKED, PREFILL, head_pieces, kind_suffix
+from anechain.bundle.spec import DECODE, MASKED, PREFILL, WRITE, head_pieces, kind_suffix
 from anechain.errors import RequestError
 from anechain.run.engine import Engine, Stage, State
 from anechain.run.rope import rotations
@@ -45,22 +46,26 @@ class _Feed:
     def __init__(self, bundle: Bundle, engine: Engine, query: int) -> None:
         spec, f16 = bundle.spec, np.float16
         self.query, self._spec, self._context = query, spec, bundle.context
-        self._ring = deque(engine.buffer((1, 1, query, spec.hidden_size), f16) for _ in range(RING))
-        self.ports = {"begin": engine.buffer((4,), np.int32), "end": engine.buffer((4,), np.int32)}
+        shape, dtypes = (1, 1, query, spec.hidden_size), (f16, np.int8) if bundle.boundary_scales else (f16,)
+        self._rings = {np.dtype(d): deque(engine.buffer(shape, d) for _ in range(RING)) for d in dtypes}
+        self.ports: dict[str, np.ndarray]
+        if bundle.state_update == "blend":
+            self.ports = {WRITE: engine.buffer((1, 1, query, bundle.context), f16)}
+        else:
+            self.ports = {"begin": engine.buffer((4,), np.int32), "end": engine.buffer((4,), np.int32)}
         for kind, _ in enumerate(spec.attentions):
             suffix = kind_suffix(spec, kind)
             self.ports |= {f"{p}{suffix}": engine.buffer((1, 1, query, spec.head_dim), f16) for p in ("cos", "sin")}
             self.ports[f"mask{suffix}"] = engine.buffer((1, 1, query, bundle.context), f16)
 
-    @property
-    def here(self) -> np.ndarray:
-        """The hidden state [1, 1, Q, H] f16 that the next step reads."""
-        return self._ring[0]
+    def here(self, scale: float | None) -> np.ndarray:
+        """The buffer [1, 1, Q, H] that was written last: f16, or int8 for hidden states that have a scale."""
+        return self._rings[np.dtype(np.float16 if scale is None else np.int8)][0]
 
-    def advance(self) -> np.ndarray:
-        """The next buffer of the ring, which a step is to write and the one after it reads."""
-        self._ring.rotate(-1)
-        return self.here
+    def advance(self, scale: float | None) -> np.ndarray:
+        """The next buffer of that ring, for a step to write and the one after it to read."""
+        self._rings[np.dtype(np.float16 if scale is None else np.int8)].rotate(-1)
+        return self.here(scale)
 
     def fill(self, position: int) -> None:
         rows = position + np.arange(self.query)
@@ -73,7 +78,10 @@ class _Feed:
             if attention.window is not None:
                 visible = visible & (cells > rows[:, None] - attention.window)
             self.ports[f"mask{suffix}"][0, 0] = np.where(visible, 0.0, MASKED)
-        self.ports["begin"][2], self.ports["end"][2] = position, position + self.query
+        if WRITE in self.ports:
+            self.ports[WRITE][0, 0] = cells == rows[:, None]
+        else:
+            self.ports["begin"][2], self.ports["end"][2] = position, position + self.query
 
 
 class Chain:
@@ -91,6 +99,12 @@ class Chain:
         with ThreadPoolExecutor(engine.loaders) as pool:
             *stages, self.head = pool.map(engine.load, [*self.packages, [bundle.head_path]])
         self.stages: list[Stage] = stages
+        self.scales: list[tuple[float | None, float | None]] = []  # of what enters and what leaves each stage, if int8
+        done = 0
+        for group in self.packages:
+            last = done + len(group) - 1
+            self.scales.append((bundle.form(done).takes, bundle.form(last).gives))
+            done += len(group)
         pieces, rows = head_pieces(bundle.spec)
         queries = {DECODE: 1} | ({PREFILL: bundle.prefill} if bundle.prefill else {})
         self._feeds = {function: _Feed(bundle, engine, query) for function, query in queries.items()}
@@ -135,19 +149,22 @@ class Chain:
     def stage_feed(self, number: int, session: Session, hidden: np.ndarray) -> np.ndarray:
         """Runs stage `number` alone: `hidden` [n, H] f16 enters, cut as in `feed`; what leaves is returned, [n, H] f16.
 
-        For looking at stages one by one: each call takes the next n positions, counted in `session`.
+        For looking at stages one by one: each call takes the next n positions, counted in `session`. Where the stage
+        takes or gives int8, it is rounded on the way in, and widened on the way out.
         """
+        takes, gives = self.scales[number]
         leaving = np.empty_like(hidden)
         done = 0
         for function, count in self._parts(session.position, len(hidden)):
             feed = self._feeds[function]
             feed.fill(session.position)
-            source = feed.here
-            source[0, 0, :count] = hidden[done : done + count]
+            source, rows = feed.here(takes), hidden[done : done + count]
+            source[0, 0, :count] = rows if takes is None else to_int8(rows, takes)
             source[0, 0, count:] = 0
-            target = feed.advance()
+            target = feed.advance(gives)
             self._step(number, function, session, source, target)
-            leaving[done : done + count] = target[0, 0, :count]
+            rows = target[0, 0, :count]
+            leaving[done : done + count] = rows if gives is None else from_int8(rows, gives)
             session.position += count
             done += count
         return leaving
@@ -156,7 +173,7 @@ class Chain:
         """What a step of the first stage takes at `position`, the hidden state included, for looking at it."""
         feed = self._feeds[function]
         feed.fill(position)
-        return {"hidden": feed.here, **feed.ports}
+        return {"hidden": feed.here(self.scales[0][0]), **feed.ports}
 
     def _parts(self, position: int, count: int) -> Iterator[tuple[str, int]]:
         """Which function takes how many, in order, of `count` tokens from `position` on."""
@@ -171,12 +188,14 @@ class Chain:
         """Embeds `tokens`, runs all stages, returns the hidden buffer [1, 1, Q, H] f16; more rows are padding."""
         feed = self._feeds[function]
         feed.fill(session.position)
-        feed.here[0, 0, : len(tokens)] = self.embedding.rows(tokens)
-        feed.here[0, 0, len(tokens) :] = 0
-        for number in range(len(self.stages)):
-            source, target = feed.here, feed.advance()
+        source = feed.here(None)
+        source[0, 0, : len(tokens)] = self.embedding.rows(tokens)
+        source[0, 0, len(tokens) :] = 0
+        for number, (_, gives) in enumerate(self.scales):
+            target = feed.advance(gives)
             self._step(number, function, session, source, target)
-        return feed.here
+            source = target
+        return source
 
     def _step(self, number: int, function: str, session: Session, source: np.ndarray, target: np.ndarray) -> None:
         inputs = {"hidden": source, **self._feeds[function].ports}

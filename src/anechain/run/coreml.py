@@ -193,15 +193,16 @@ class CoreMLStage:
         def clear(array: np.ndarray) -> None:
             array[...] = 0
 
-        state = CoreMLState(self, self._port.new_state(self._models[self.functions[0]]))
-        for value in self._states:
-            self._port.visit_state(state.handle, value.name, clear)
+        with self._port.pool():
+            state = CoreMLState(self, self._port.new_state(self._models[self.functions[0]]))
+            for value in self._states:
+                self._port.visit_state(state.handle, value.name, clear)
         return state
 
     def copy_of(self, state: CoreMLState) -> CoreMLState:
         """Core ML has no copy of a state: it is read out, and written into a new one."""
-        copy = CoreMLState(self, self._port.new_state(self._models[self.functions[0]]))
-        with self._lock:
+        with self._lock, self._port.pool():
+            copy = CoreMLState(self, self._port.new_state(self._models[self.functions[0]]))
             for value in self._states:
                 seen = self._contents(state, value.name)
 
