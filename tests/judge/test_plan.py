@@ -113,6 +113,23 @@ def test_the_package_and_its_layer_are_named(bad: set[str], expected: Culprit, b
     assert said[0] == "the first 3 of 3 packages"
 
 
+def test_layers_are_baked_in_the_form_of_their_package(tmp_path: Path) -> None:
+    """Blend, and int8 only where the package itself hands on int8."""
+    more = {"target": "macOS26", "state_update": "blend", "scales": (0.125,)}
+    bundle = make_bundle(SOURCE, tmp_path / "b", "fp16", 32, 0, (2, 1), **more)
+    seen: dict[str, dict[str, str]] = {}
+
+    def probe(paths: Sequence[Path]) -> str | None:
+        function = read_program(paths[0]).functions["decode"]
+        seen[paths[0].name] = {v.name: v.dtype for v in (*function.inputs, *function.outputs)}
+        return "bad" if paths[0].name in ("block-000.mlpackage", "layers-0-2.mlpackage") else None
+
+    assert find_culprit(bundle, SOURCE, probe, lambda what: None).layer == 1
+    assert seen["layers-0-1.mlpackage"] == seen["block-000.mlpackage"] | {"hidden_out": "fp16"}
+    assert seen["layers-0-2.mlpackage"] == seen["block-000.mlpackage"]
+    assert seen["block-000.mlpackage"]["hidden_out"] == "int8" and "write" in seen["block-000.mlpackage"]
+
+
 def test_one_that_fails_only_after_others(bundle: Bundle) -> None:
     def probe(paths: Sequence[Path]) -> str | None:
         return "too many" if len(paths) > 1 else None

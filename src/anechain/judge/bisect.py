@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from anechain.bake.source import Source
@@ -63,7 +63,11 @@ def find_culprit(bundle: Bundle, source: Source, probe: Probe, say: Say) -> Culp
             say(f"{culprit.name}, layers {taken.start} to {taken.stop - 1}")
             path = Path(folder) / f"layers-{taken.start}-{taken.stop}.mlpackage"
             if not path.exists():
-                package.make_block(source, bundle.spec, bundle.recipe, taken, bundle.context, bundle.prefill, path)
+                form = bundle.form(number)
+                form = replace(form, gives=form.gives if taken.stop == block.stop else None)
+                package.make_block(
+                    source, bundle.spec, bundle.recipe, taken, bundle.context, bundle.prefill, path, form
+                )
             return probe([path])
 
         index, why = first_failure(len(block.layers), layers)
