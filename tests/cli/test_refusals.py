@@ -61,12 +61,30 @@ BAKE_FLAGS: list[tuple[list[str], str]] = [
     ),
     (["--context", "many"], "Invalid value for '--context': "),
     (["--prefill", "7"], "this cannot be baked: --prefill 7 is not 0 or a multiple of 32 (use 64)"),
-    (["--layers-per-package", "all"], "--layers-per-package all is neither a whole number nor `auto`."),
-    (["--layers-per-package", "²"], "--layers-per-package ² is neither a whole number nor `auto`."),
-    (["--layers-per-package", "-1"], "--layers-per-package -1 is neither a whole number nor `auto`."),
+    (["--layers-per-package", "some"], "--layers-per-package some is neither a whole number nor `auto` or `all`."),
+    (["--layers-per-package", "²"], "--layers-per-package ² is neither a whole number nor `auto` or `all`."),
+    (["--layers-per-package", "-1"], "--layers-per-package -1 is neither a whole number nor `auto` or `all`."),
     (["--layers-per-package", "0"], "this cannot be baked: --layers-per-package 0 is not a whole number of at least 1"),
     (["--jobs", "0"], "--jobs 0 is not a whole number of at least 1."),
-    (["--target", "iOS12"], "this cannot be baked: --target iOS12 is not known (use macOS15)."),
+    (
+        ["--target", "iOS12"],
+        "this cannot be baked: --target iOS12 is not known (use macOS15, iOS18, macOS26, iOS26).",
+    ),
+    (
+        ["--state-update", "cat", "--activations", "int4"],
+        "this cannot be baked: --state-update cat is not known (use slice or blend); --activations int4 is not known "
+        "(use fp16 or int8).",
+    ),
+    (
+        ["--activations", "int8"],
+        "this cannot be baked: --activations int8 needs inputs and outputs of int8, which no system before macOS 26 "
+        "and iOS 26 has (use --target macOS26, or leave it out for macOS15).",
+    ),
+    (
+        ["--activations", "int8", "--target", "iOS26"],
+        "this cannot be baked: --activations int8 is for what packages hand on to each other, and all layers are in "
+        "one package (use --layers-per-package with a smaller number).",
+    ),
     (["--bits", "8"], "No such option: --bits ("),
     (["more"], "Got unexpected extra argument(s) (more) (see `anechain --help`)."),
 ]

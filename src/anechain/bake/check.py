@@ -119,11 +119,11 @@ def _edge_faults(function: Function, recipe: Recipe, form: Form, ports: Ports) -
     faults = []
     hidden, leaving = ports.inputs[0].name, ports.outputs[0].name
     wide = np.float16 if recipe.compute == "fp16" else np.float32
-    for kind, scale in (("dequantize", form.takes), ("quantize", form.gives)):
+    for kind, scale, edge in (("dequantize", form.takes, hidden), ("quantize", form.gives, leaving)):
         ops = [op for op in function.ops if op.type == kind]
-        edges = [(op.inputs["input"][0], "") if kind == "dequantize" else ("", op.outputs[0].name) for op in ops]
-        wanted = [(hidden, "") if kind == "dequantize" else ("", leaving)] if scale is not None else []
-        if edges != wanted:
+        at = [op.inputs.get("input", ("",))[0] if kind == "dequantize" else op.outputs[0].name for op in ops]
+        wanted = [] if scale is None else [edge]
+        if at != wanted:
             faults.append(f"{len(ops)} {kind} ops, not {len(wanted)} at its edge")
         for op in ops:
             stored = _argument(function, op, "scale")
@@ -203,8 +203,11 @@ def _state_faults(function: Function, form: Form, ports: Ports) -> list[str]:
     sliced = 1 if ports.state and form.state_update == "slice" else 0
     wanted = {"read_state": once, "slice_update": sliced, "coreml_update_state": once}
     if any(counts[kind] != count for kind, count in wanted.items()):
-        said = ", ".join(f"{counts[kind]} {kind} instead of {count}" for kind, count in wanted.items())
-        return [f"its state is not read once and written once ({said})"]
+        meant = "none" if not once else "one each" if sliced else "one, none and one"
+        return [
+            f"{counts['read_state']} reads, {counts['slice_update']} slice updates and {counts['coreml_update_state']} "
+            f"updates of the state, not {meant}"
+        ]
     if not once:
         return []
     makers = _makers(function)
