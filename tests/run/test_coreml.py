@@ -71,11 +71,11 @@ def test_nothing_is_copied(bundle: Bundle, cache: Path, right: np.ndarray) -> No
     assert len(predictions) >= N_STAGES * 8 and double.pools >= len(predictions) / 2
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", [1, 2])
 def test_a_shorter_ring_is_refused_and_reported(
     depth: int, bundle: Bundle, cache: Path, right: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """... and still right: depth 1 reads what it writes, 2 swaps, 3 comes back to what was read two steps before."""
+    """... and still right: depth 1 reads what it writes, 2 swaps."""
     monkeypatch.setattr(chain_module, "RING", depth)
     chain, double = opened(bundle, cache)
     assert np.array_equal(talk(chain), right)
@@ -83,7 +83,7 @@ def test_a_shorter_ring_is_refused_and_reported(
     assert chain.engine.handoff.startswith("copied ") and "hidden_out is not in its backing" in chain.engine.handoff
 
 
-@pytest.mark.parametrize("cuts", [(3,), (1, 2), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize("cuts", [(3,), (1, 2)], ids=str)
 @pytest.mark.parametrize(("depth", "holds"), [(chain_module.RING, True), (chain_module.RING - 1, False)])
 def test_the_ring_is_just_deep_enough(
     cuts: tuple[int, ...], depth: int, holds: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

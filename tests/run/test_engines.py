@@ -5,12 +5,14 @@ A double proves the protocol, not Core ML.
 
 import platform
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from anechain.bundle.manifest import Bundle
+from anechain.bundle.spec import ModelSpec
 from anechain.judge.conformance import CHECKS, run_checks
 from anechain.run import coreml
 from anechain.run.chain import Chain
@@ -18,17 +20,20 @@ from anechain.run.coreml import CoreMLEngine
 from anechain.run.engine import Engine
 from anechain.run.openvino import CpuEngine
 from anechain.run.reference import ReferenceEngine
-from tests.bundle_maker import make_bundle, tiny_source
+from tests.bundle_maker import SPECS, make_bundle, tiny_source
 from tests.run.coreml_double import Manners, SameDouble
 from tests.tolerances import CONFORMANCE
 
-BUNDLES: dict[str, tuple[str, str, tuple[int, ...], dict[str, Any]]] = {
-    "qwen3, fp16": ("qwen3", "fp16", (1, 2), {}),
-    "gemma3, int8": ("gemma3", "int8", (2, 1), {}),
-    "llama, blend, int8 ports": (
-        "llama", "fp16", (1, 1, 1), {"target": "macOS26", "state_update": "blend", "scales": (0.0625, 0.0625)}
+# A model of two layers in two packages, as is; and with all that a form can have: two kinds of layers, int8 weights,
+# the blend, hidden states in int8.
+BUNDLES: dict[str, tuple[ModelSpec, str, dict[str, Any]]] = {
+    "qwen3, fp16": (replace(SPECS["qwen3"], n_layers=2, layer_attention=(0, 0)), "fp16", {}),
+    "gemma3, int8, blend, int8 ports": (
+        replace(SPECS["gemma3"], n_layers=2, layer_attention=(1, 0)),
+        "int8",
+        {"target": "macOS26", "state_update": "blend", "scales": (0.0625,)},
     ),
-}  # fmt: skip
+}
 ENGINES: dict[str, Callable[[Path], Engine]] = {
     "reference": lambda cache: ReferenceEngine(),
     "cpu-exact": lambda cache: CpuEngine("exact"),
@@ -40,8 +45,8 @@ ENGINES: dict[str, Callable[[Path], Engine]] = {
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
     folder = tmp_path_factory.mktemp("bundles")
     return {
-        name: make_bundle(tiny_source(spec), folder / spec, recipe, 64, 32, cuts, **more)
-        for name, (spec, recipe, cuts, more) in BUNDLES.items()
+        name: make_bundle(tiny_source(spec), folder / spec.family, recipe, 64, 32, (1, 1), **more)
+        for name, (spec, recipe, more) in BUNDLES.items()
     }
 
 
