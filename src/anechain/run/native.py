@@ -26,7 +26,7 @@ class Library:
             )
         made.anechain_prepare.argtypes = (ctypes.c_int, ctypes.c_size_t)
         made.anechain_prepare.restype = ctypes.c_int
-        made.anechain_run.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+        made.anechain_run.argtypes = (ctypes.c_void_p,) * 3
         made.anechain_run.restype = None
         self._library, self.threads = made, threads
         self.prepare(_BASE_BYTES)
@@ -37,9 +37,13 @@ class Library:
         if not self.threads:
             raise EngineError(f"there is no memory for {scratch_bytes} bytes a thread: free some, or bake shorter.")
 
-    def run(self, tape: np.ndarray, slots: np.ndarray) -> None:
-        """A tape, int64, with the addresses of its slots, uint64. Waits its turn, and releases the interpreter."""
-        self._library.anechain_run(tape.__array_interface__["data"][0], slots.__array_interface__["data"][0])
+    def run(self, tape: np.ndarray, slots: np.ndarray, times: np.ndarray | None = None) -> None:
+        """A tape, int64, with the addresses of its slots, uint64. Waits its turn, and releases the interpreter.
+
+        Nanoseconds of each instruction are added to `times`, int64.
+        """
+        where = [None if a is None else a.__array_interface__["data"][0] for a in (tape, slots, times)]
+        self._library.anechain_run(*where)
 
 
 def threads_wanted() -> int:

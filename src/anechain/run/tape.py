@@ -177,6 +177,7 @@ class _Tape:
         self._slots = np.zeros(self._count, np.uint64)
         self._slots[[ARENA, WEIGHTS]] = begin, weights
         self._bound: dict[str, np.ndarray] = {}
+        self.times: np.ndarray | None = None
 
     def run(self, inputs: Arrays, state: CellState, outputs: Arrays) -> None:
         """One step. Every box is checked before anything is computed."""
@@ -195,7 +196,7 @@ class _Tape:
                 state.used[0] = max(state.used[0], box[CELLS].stop if len(box) > CELLS else 0)
             else:
                 self._slots[slot] = int(self._slots[ARENA]) + of.at + offset
-        self._native.run(self._tape, self._slots)
+        self._native.run(self._tape, self._slots, self.times)
 
 
 def _address(array: np.ndarray) -> int:

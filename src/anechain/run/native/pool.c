@@ -5,6 +5,7 @@
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <time.h>
 #include <unistd.h>
 #ifdef __linux__
 #include <linux/futex.h>
@@ -68,8 +69,16 @@ static void barrier(int threads) {
             sleep_while(&pool.phase, phase);
 }
 
-/* Serial instructions are thread 0's; where the others must not run ahead, the tape has a barrier. */
-static void run_tape(const int64_t *tape, const Run *run) {
+static int64_t nanoseconds(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+/* Serial instructions are thread 0's; where the others must not run ahead, the tape has a barrier. What thread 0 takes
+   for the i-th instruction is added to times[i], unless that is NULL. */
+static void run_tape(const int64_t *tape, const Run *run, int64_t *times) {
+    int64_t before = times ? nanoseconds() : 0;
     for (const int64_t *w = tape;; w += w[1]) {
         if (w[0] == END) return;
         if (w[0] == BARRIER)
@@ -77,6 +86,11 @@ static void run_tape(const int64_t *tape, const Run *run) {
         else if (w[2] || run->thread == 0) {
             Run alone = {run->slots, 0, 1, run->scratch};
             KERNELS[w[0]](w[2] ? run : &alone, w + 3);
+        }
+        if (times) {
+            int64_t now = nanoseconds();
+            *times++ += now - before;
+            before = now;
         }
     }
 }
@@ -86,7 +100,7 @@ static void *work(void *number) {
     for (;;) {
         barrier(pool.threads);
         Run run = {pool.slots, thread, pool.threads, pool.scratch[thread]};
-        run_tape(pool.tape, &run);
+        run_tape(pool.tape, &run, NULL);
         barrier(pool.threads);
     }
     return NULL;
@@ -128,18 +142,18 @@ int anechain_prepare(int threads, size_t scratch_bytes) {
     return whole ? pool.threads : 0;
 }
 
-/* Runs a tape on all threads and returns when it is done. Callers take turns. */
-void anechain_run(const int64_t *tape, char *const *slots) {
+/* Runs a tape on all threads and returns when it is done. Callers take turns. `times`: see run_tape. */
+void anechain_run(const int64_t *tape, char *const *slots, int64_t *times) {
     pthread_mutex_lock(&pool.lock);
     if (pool.threads == 1 || pool.owner != getpid()) {
         Run run = {slots, 0, 1, pool.scratch[0]};
-        run_tape(tape, &run);
+        run_tape(tape, &run, times);
     } else {
         pool.tape = tape;
         pool.slots = slots;
         barrier(pool.threads);
         Run run = {slots, 0, pool.threads, pool.scratch[0]};
-        run_tape(tape, &run);
+        run_tape(tape, &run, times);
         barrier(pool.threads);
     }
     pthread_mutex_unlock(&pool.lock);
