@@ -1,7 +1,6 @@
 """A checkpoint becomes a bundle that carries what it will be judged by: the packages, and the oracle's baselines."""
 
 import hashlib
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import numpy as np
 
 from anechain.bake.jobs import Plan, Progress, bake
 from anechain.bake.source import Source
+from anechain.bundle.cache import cache_directory
 from anechain.bundle.manifest import TOKENIZER, Bundle
 from anechain.errors import BundleError, RequestError
 from anechain.judge.baseline import STEPS, Baseline, Profile, PromptIds, build_baseline, prompts_of
@@ -82,13 +82,6 @@ def with_stream_scale(plan: Plan, source: Source, progress: Callable[[int, int, 
     report = None if progress is None else lambda done, total: progress(done, total, "stream")
     peak = kept_peak(path, lambda: stream_peak(source, sequences, report))
     return replace(plan, spec=replace(plan.spec, stream_scale=stream_scale(peak)), stream_peak=peak)
-
-
-def cache_directory() -> Path:
-    """Where results that can be computed again are kept: ANECHAIN_CACHE, or the user's cache folder."""
-    if own := os.environ.get("ANECHAIN_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "anechain"
 
 
 def _cache_folder(name: str) -> Path:

@@ -1,10 +1,11 @@
 """A loaded bundle: token ids go in, through the embedding, the stages and the head; logits come out.
 
-The chain owns the hand-off: the hidden state lives in two buffers for each number of tokens, and each stage reads one
-and writes the other. Everything that a step needs is allocated once.
+The chain owns the hand-off: the hidden state goes round a ring of buffers for each number of tokens, and each stage
+reads one and writes the next. Everything that a step needs is allocated once, by the engine.
 """
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,9 @@ from anechain.errors import RequestError
 from anechain.run.engine import Engine, Stage, State
 from anechain.run.rope import rotations
 
+# Two buffers that swap are not enough: Core ML is reported to refuse as an output what the prediction before took as
+# its input, and to allocate another, silently. A buffer that was read is written again RING - 1 steps later.
+RING = 4
 MIN_CHUNK = 8  # fewer tokens than this are cheaper one by one than in a chunk that is mostly padding
 
 
@@ -32,17 +36,31 @@ class Session:
 
 
 class _Feed:
-    """The arrays of one function's ports, filled anew for every step: Q tokens at `position`."""
+    """The arrays of one function's ports, filled anew for every step: Q tokens at `position`.
 
-    def __init__(self, bundle: Bundle, query: int) -> None:
-        spec = bundle.spec
+    `hidden` is the ring; it goes on from token to token, so that a step's output is never what was just an input.
+    """
+
+    def __init__(self, bundle: Bundle, engine: Engine, query: int) -> None:
+        spec, f16 = bundle.spec, np.float16
         self.query, self._spec, self._context = query, spec, bundle.context
-        self.hidden = [np.zeros((1, 1, query, spec.hidden_size), np.float16) for _ in range(2)]
-        self.ports = {"begin": np.zeros(4, np.int32), "end": np.zeros(4, np.int32)}
+        self.hidden = [engine.buffer((1, 1, query, spec.hidden_size), f16) for _ in range(RING)]
+        self._at = 0
+        self.ports = {"begin": engine.buffer((4,), np.int32), "end": engine.buffer((4,), np.int32)}
         for kind, _ in enumerate(spec.attentions):
             suffix = kind_suffix(spec, kind)
-            self.ports |= {f"{p}{suffix}": np.zeros((1, 1, query, spec.head_dim), np.float16) for p in ("cos", "sin")}
-            self.ports[f"mask{suffix}"] = np.zeros((1, 1, query, bundle.context), np.float16)
+            self.ports |= {f"{p}{suffix}": engine.buffer((1, 1, query, spec.head_dim), f16) for p in ("cos", "sin")}
+            self.ports[f"mask{suffix}"] = engine.buffer((1, 1, query, bundle.context), f16)
+
+    @property
+    def here(self) -> np.ndarray:
+        """The hidden state [1, 1, Q, H] that the next stage reads."""
+        return self.hidden[self._at]
+
+    def advance(self) -> np.ndarray:
+        """Makes the next buffer of the ring the one to read, and returns it: a stage is to write it first."""
+        self._at = (self._at + 1) % len(self.hidden)
+        return self.here
 
     def fill(self, position: int) -> None:
         rows = position + np.arange(self.query)
@@ -70,12 +88,14 @@ class Chain:
         self.packages: Sequence[Sequence[Path]] = [[path] for path in bundle.block_paths]  # of each stage
         if engine.stitches if stitched is None else stitched:
             self.packages = [bundle.block_paths]
-        self.stages: list[Stage] = [engine.load(group) for group in self.packages]
-        self.head = engine.load([bundle.head_path])
+        with ThreadPoolExecutor(engine.loaders) as pool:
+            *stages, self.head = pool.map(engine.load, [*self.packages, [bundle.head_path]])
+        self.stages: list[Stage] = stages
         pieces, rows = head_pieces(bundle.spec)
-        self._feeds = {DECODE: _Feed(bundle, 1)} | ({PREFILL: _Feed(bundle, bundle.prefill)} if bundle.prefill else {})
-        self._last = np.zeros((1, 1, 1, bundle.spec.hidden_size), np.float16)
-        self._logits = {f"logits_{i}": np.zeros((1, 1, 1, rows), np.float16) for i in range(pieces)}
+        queries = {DECODE: 1} | ({PREFILL: bundle.prefill} if bundle.prefill else {})
+        self._feeds = {function: _Feed(bundle, engine, query) for function, query in queries.items()}
+        self._last = engine.buffer((1, 1, 1, bundle.spec.hidden_size), np.float16)
+        self._logits = {f"logits_{i}": engine.buffer((1, 1, 1, rows), np.float16) for i in range(pieces)}
 
     def start(self) -> Session:
         """A conversation that has seen nothing."""
@@ -122,9 +142,10 @@ class Chain:
         for function, count in self._parts(session.position, len(hidden)):
             feed = self._feeds[function]
             feed.fill(session.position)
-            source, target = feed.hidden
+            source = feed.here
             source[0, 0, :count] = hidden[done : done + count]
             source[0, 0, count:] = 0
+            target = feed.advance()
             self._step(number, function, session, source, target)
             leaving[done : done + count] = target[0, 0, :count]
             session.position += count
@@ -144,13 +165,12 @@ class Chain:
         """Embeds `tokens`, runs all stages, returns the hidden buffer [1, 1, Q, H] f16; more rows are padding."""
         feed = self._feeds[function]
         feed.fill(session.position)
-        source, target = feed.hidden
-        source[0, 0, : len(tokens)] = self.embedding.rows(tokens)
-        source[0, 0, len(tokens) :] = 0
+        feed.here[0, 0, : len(tokens)] = self.embedding.rows(tokens)
+        feed.here[0, 0, len(tokens) :] = 0
         for number in range(len(self.stages)):
+            source, target = feed.here, feed.advance()
             self._step(number, function, session, source, target)
-            source, target = target, source
-        return source
+        return feed.here
 
     def _step(self, number: int, function: str, session: Session, source: np.ndarray, target: np.ndarray) -> None:
         inputs = {"hidden": source, **self._feeds[function].ports}
