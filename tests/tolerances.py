@@ -77,3 +77,8 @@ UNDECIDED_LOGITS = 0.05
 # The oracle on dequantised weights beside llama.cpp, which rounds activations to 8 bits for every product with a
 # quantised matrix, on Gemma3-270M; a wrong norm, rope or scale of the embedding is below 0.9.
 LLAMA_CPP_COSINE = 0.99
+
+# Statistics in float64 by two formulas: some tens of roundings of 1.1e-16, and a quantile that both compute to 1e-12.
+STATISTIC = 1e-9
+# A score statistic whose likelihood was maximised numerically: the place is found to about 1e-8, seen 2e-7.
+SCORE_NUMERIC = 1e-5

@@ -53,7 +53,7 @@ def bake_with_baselines(
     in `cache_directory()`; so is how far the residual stream reaches, by which the plan's spec is scaled.
     `oracle_progress` counts the layers of a computation. Raises RequestError when that folder cannot be written to.
     """
-    folder = _cache_folder("baselines")
+    folder = cache_folder("baselines")
     plan = with_stream_scale(plan, source, oracle_progress)
 
     def attach(extras: Path) -> None:
@@ -78,7 +78,7 @@ def with_stream_scale(plan: Plan, source: Source, progress: Callable[[int, int, 
     decided = hashlib.sha256(source.fingerprint.encode())
     for ids in sequences:
         decided.update(ids.tobytes() + b"|")
-    path = _cache_folder("streams") / f"{decided.hexdigest()[:32]}.json"
+    path = cache_folder("streams") / f"{decided.hexdigest()[:32]}.json"
     report = None if progress is None else lambda done, total: progress(done, total, "stream")
     peak = kept_peak(path, lambda: stream_peak(source, sequences, report))
     return replace(plan, spec=replace(plan.spec, stream_scale=stream_scale(peak)), stream_peak=peak)
@@ -91,7 +91,8 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "anechain"
 
 
-def _cache_folder(name: str) -> Path:
+def cache_folder(name: str) -> Path:
+    """The folder `name` in `cache_directory()`, which is made. Raises RequestError when that cannot be."""
     folder = cache_directory() / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
