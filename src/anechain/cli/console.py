@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from anechain.errors import EngineError, RequestError
 from anechain.run.engine import Engine
+from anechain.run.grammar import Grammar
 
 # What is printed may be a path or a model's words: nothing in it is markup, and a pipe gets lines of any length.
 _PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False, "soft_wrap": True}
@@ -77,6 +78,23 @@ def open_engine(name: str, stress: bool = False, fast: bool = False) -> Engine:
     if name == "coreml":
         raise EngineError("the coreml engine needs a Mac and is not part of this version: use --engine cpu.")
     raise RequestError(f"--engine {name} is not known: use {', '.join(ENGINES)}.")
+
+
+def open_grammar(schema: Path | None, regex: str | None, grammar: Path | None) -> Grammar | None:
+    """What `--schema`, `--regex` or `--grammar` asks for; None for none of them. Raises RequestError."""
+    named = {"--schema": schema, "--regex": regex, "--grammar": grammar}
+    if len(given := [flag for flag, value in named.items() if value is not None]) > 1:
+        raise RequestError(f"{' and '.join(given)} exclude each other: give one of them.")
+    if regex is not None:
+        return Grammar("regex", regex)
+    path = schema or grammar
+    if path is None:
+        return None
+    try:
+        return Grammar("schema" if schema else "lark", path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        why = (isinstance(error, OSError) and error.strerror) or "it is not UTF-8 text"
+        raise RequestError(f"{given[0]} {path} cannot be read ({why}): name a file with one.") from None
 
 
 def megabytes(count: int) -> str:

@@ -7,9 +7,10 @@ from typing import Annotated
 import typer
 
 from anechain.bundle.manifest import TOKENIZER, open_bundle
-from anechain.cli.console import err, open_engine, print_json
+from anechain.cli.console import err, open_engine, open_grammar, print_json
 from anechain.run.chain import Chain
 from anechain.run.generate import generate
+from anechain.run.grammar import Grammars
 from anechain.run.sample import Sampling
 from anechain.run.tokenizer import Tokenizer
 
@@ -24,15 +25,20 @@ def run(
     top_k: Annotated[int, typer.Option(help="draw from the k likeliest, 0 for all")] = 0,
     top_p: Annotated[float, typer.Option(help="draw from the likeliest that hold this probability")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="the same seed draws the same tokens")] = None,
+    schema: Annotated[Path | None, typer.Option(help="a JSON schema that the answer keeps to")] = None,
+    regex: Annotated[str | None, typer.Option(help="a regex that the whole answer matches")] = None,
+    grammar: Annotated[Path | None, typer.Option(help="a Lark grammar that the answer keeps to")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Generate text after PROMPT, from the packages of BUNDLE."""
     sampling = Sampling(temperature, top_k, top_p, seed)
+    wanted = open_grammar(schema, regex, grammar)
     opened = open_bundle(bundle)
     tokenizer = Tokenizer.load(opened.path / TOKENIZER)
+    constraint = Grammars(tokenizer).start(wanted) if wanted else None
     chain = Chain(opened, open_engine(engine, fast=fast))
-    tokens = []
-    for token in generate(chain, chain.start(), tokenizer, tokenizer.encode(prompt), sampling, max_tokens):
+    tokens, ids = [], tokenizer.encode(prompt)
+    for token in generate(chain, chain.start(), tokenizer, ids, sampling, max_tokens, constraint=constraint):
         tokens.append(token)
         if not as_json:
             sys.stdout.write(token.text)
