@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from anechain.bake.source import Source
-from anechain.bundle.manifest import MANIFEST, TOKENIZER, Bundle, sha256_of
+from anechain.bundle.manifest import MANIFEST, TOKENIZER, Bundle, sha256_of, write_atomically
 from anechain.errors import RequestError
 from anechain.judge.fixtures import Fixture
 from anechain.judge.machine import this_machine, tools
@@ -217,18 +217,24 @@ class AnswerFile:
         for line in lines:
             try:
                 row = json.loads(line)
-                kept[row.pop("name")] = Answer(**row)
+                name = row.pop("name")
+                kept[name] = Answer(**row)
             except (ValueError, LookupError, TypeError, AttributeError):
                 continue
         return kept
 
-    def begin(self) -> None:
-        """An empty file: what was there is forgotten."""
-        self.path.write_text(self._identity + "\n", encoding="utf-8")
+    def begin(self, known: Mapping[str, Answer] | None = None) -> None:
+        """The file with what is `known` and nothing else: no broken line, and by default no answer."""
+        rows = [_line(name, answer) for name, answer in (known or {}).items()]
+        write_atomically(self.path, "".join([self._identity + "\n", *rows]).encode())
 
     def add(self, fixture: Fixture, answer: Answer) -> None:
         with self.path.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps({"name": fixture.name, **asdict(answer)}, ensure_ascii=False) + "\n")
+            stream.write(_line(fixture.name, answer))
+
+
+def _line(name: str, answer: Answer) -> str:
+    return json.dumps({"name": name, **asdict(answer)}, ensure_ascii=False) + "\n"
 
 
 def collect(
@@ -236,8 +242,8 @@ def collect(
 ) -> list[Answer]:
     """The answers to `fixtures`, in their order; those in `kept` are not asked for again, others are added to it."""
     known = kept.read() if kept else {}
-    if kept and not known:
-        kept.begin()
+    if kept:
+        kept.begin(known)
     missing = [f for f in fixtures if f.name not in known]
     for number, (fixture, answer) in enumerate(zip(missing, answerer.answers(missing), strict=True), 1):
         known[fixture.name] = answer

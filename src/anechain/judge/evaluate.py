@@ -13,6 +13,7 @@ from anechain.judge.answers import Answer, Answerer, AnswerFile, Progress, colle
 from anechain.judge.fixtures import Fixture, Judgement, judge
 from anechain.judge.paired import CONFIDENCE, Interval, Pairs, mcnemar, paired_interval, pairs_of, wilson
 from anechain.judge.suite import Suite
+from anechain.run.chat import THINK_END
 
 # What two evaluations must share to be compared, and how a person calls it.
 SHARED = {
@@ -125,7 +126,8 @@ def evaluate(
 
 def _judge(fixture: Fixture, answer: Answer, suite: Suite) -> Judgement:
     """An answer that was cut off is at fault even if what there is of it would do."""
-    judgement = judge(fixture, answer.text, suite.schema)
+    said = answer.text.rpartition(THINK_END)[2]  # what a model that thinks aloud says after that
+    judgement = judge(fixture, said, suite.schema)
     if answer.finish == "length":
         cut = f"the answer was cut off at {suite.max_tokens} tokens"
         return Judgement(judgement.valid, (cut, *judgement.faults))
