@@ -22,18 +22,7 @@ from anechain.run.past_cells import CELLS
 from anechain.run.stage_plan import HIDDEN, HIDDEN_OUT, Arrays, HeldState, StagePlan, Write
 from anechain.run.tape_graph import BITS, Graph
 from anechain.run.tape_ops import OPS, Translation, faults
-from anechain.run.tape_plan import (
-    ALIGNMENT,
-    ARENA,
-    FIRST_FREE,
-    FIXED,
-    WEIGHTS,
-    Code,
-    Instruction,
-    Ref,
-    arranged,
-    tape_of,
-)
+from anechain.run.tape_plan import ALIGNMENT, ARENA, FIRST_FREE, FIXED, WEIGHTS, Code, Instruction, Ref, arranged, tape_of
 from anechain.run.tape_view import Memory, View, joined, strides_of, whole
 from anechain.run.tape_weights import Matrices
 

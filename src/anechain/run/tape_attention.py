@@ -152,10 +152,7 @@ def fused(g: Graph, found: Attention) -> View | None:
         return None
     new_mask = None
     if found.new_mask is not None:
-        if found.new_mask not in g.consts or g.const(found.new_mask).shape not in (
-            (1, 1, rows, query),
-            (1, 1, 1, query),
-        ):
+        if found.new_mask not in g.consts or g.const(found.new_mask).shape not in ((1, 1, rows, query), (1, 1, 1, query)):
             return None
         new_mask = np.ascontiguousarray(g.const(found.new_mask), np.float32).reshape(-1, query)
         if (new_mask.max(axis=1) <= MASKED).any():

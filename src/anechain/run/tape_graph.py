@@ -227,14 +227,7 @@ class Graph:
             given = self._round(x, matrix, tokens, token_stride, inside)
             row_scales, part_scales = Ref(matrix.row_scales), Ref(matrix.part_scales)
             sources = (given.high, given.low, given.scales, given.starts)
-            words: list[int | Ref] = [
-                self.bits > 8,
-                tokens,
-                matrix.rows,
-                matrix.padded,
-                given.group,
-                Ref(matrix.memory),
-            ]
+            words: list[int | Ref] = [self.bits > 8, tokens, matrix.rows, matrix.padded, given.group, Ref(matrix.memory)]
             words += [*map(Ref, sources), row_scales, part_scales, Ref(added), Ref(out), matrix.rows]
             self.emit(Code.LINEAR8, words, sources, [out], True)
         else:
