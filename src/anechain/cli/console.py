@@ -45,17 +45,18 @@ def progress(title: str) -> Iterator[Report]:
 
 def print_json(value: dict[str, Any]) -> None:
     """The one object that `--json` puts on stdout; what JSON has no number for (NaN, infinity) becomes null."""
-    json.dump(_plain(value), sys.stdout, allow_nan=False, indent=1)
+    json.dump(plain(value), sys.stdout, allow_nan=False, indent=1)
     sys.stdout.write("\n")
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """As JSON holds it: what it has no number for becomes null."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value
 
 

@@ -107,6 +107,7 @@ def _measured(source: Source, sequences: Sequence[np.ndarray], kind: str) -> Pat
 
 
 def cache_folder(name: str) -> Path:
+    """The folder `name` in `cache_directory()`, which is made. Raises RequestError when that cannot be."""
     folder = cache_directory() / name
     try:
         folder.mkdir(parents=True, exist_ok=True)

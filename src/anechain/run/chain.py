@@ -33,8 +33,10 @@ class Session:
     position: int
     states: list[State | None]
 
-    def copy(self) -> "Session":
-        return Session(self.position, [state and state.copy() for state in self.states])
+    def copy(self, position: int | None = None) -> "Session":
+        """Another one that goes on from here, or from an earlier `position`: cells beyond it are masked."""
+        kept = self.position if position is None else position
+        return Session(kept, [state and state.copy(position) for state in self.states])
 
 
 class _Feed:
@@ -126,6 +128,27 @@ class Chain:
         result is that of feeding the tokens one by one. Raises RequestError when the context has no room for them; the
         session is then as it was.
         """
+        tokens = self._checked(session, ids)
+        for function, count in self._parts(session.position, len(tokens)):
+            hidden = self._through(session, function, tokens[:count])
+            session.position += count
+            tokens = tokens[count:]
+        return self._head(hidden[0, 0, count - 1])
+
+    def feed_each(self, session: Session, ids: Sequence[int] | np.ndarray) -> Iterator[np.ndarray]:
+        """The logits [V] f32 after each of `ids`, which are fed in the chunks of `feed`; raises what that raises.
+
+        Other sessions may be fed between two of them.
+        """
+        tokens = self._checked(session, ids)
+        for function, count in self._parts(session.position, len(tokens)):
+            hidden = self._through(session, function, tokens[:count])[0, 0, :count].copy()  # [count, H] f16
+            session.position += count
+            tokens = tokens[count:]
+            for row in hidden:
+                yield self._head(row)
+
+    def _checked(self, session: Session, ids: Sequence[int] | np.ndarray) -> np.ndarray:
         tokens = np.asarray(ids, np.int64)
         vocab_size = self.bundle.spec.vocab_size
         if tokens.ndim != 1 or not len(tokens):
@@ -139,12 +162,7 @@ class Chain:
                 f"{len(tokens)} tokens do not fit: the context holds {self.bundle.context} and {session.position} are "
                 "taken; shorten the prompt or bake with a larger --context."
             )
-        for function, count in self._parts(session.position, len(tokens)):
-            hidden = self._through(session, function, tokens[:count])
-            session.position += count
-            tokens = tokens[count:]
-        self._last[0, 0, 0] = hidden[0, 0, count - 1]
-        return self._head()
+        return tokens
 
     def stage_feed(self, number: int, session: Session, hidden: np.ndarray) -> np.ndarray:
         """Runs stage `number` alone: `hidden` [n, H] f16 enters, cut as in `feed`; what leaves is returned, [n, H] f16.
@@ -201,7 +219,9 @@ class Chain:
         inputs = {"hidden": source, **self._feeds[function].ports}
         self.stages[number].step(function, inputs, session.states[number], {"hidden_out": target})
 
-    def _head(self) -> np.ndarray:
+    def _head(self, hidden: np.ndarray) -> np.ndarray:
+        """The logits [V] f32 of one row [H] f16."""
+        self._last[0, 0, 0] = hidden
         self.head.step(DECODE, {"hidden": self._last}, None, self.logits)
         parts = [part[0, 0, 0] for part in self.logits.values()]
         return np.concatenate(parts)[: self.bundle.spec.vocab_size].astype(np.float32)
