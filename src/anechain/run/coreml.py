@@ -154,7 +154,8 @@ class CoreMLState:
     def __init__(self, stage: "CoreMLStage", handle: Any) -> None:
         self.stage, self.handle = stage, handle
 
-    def copy(self) -> "CoreMLState":
+    def copy(self, tokens: int | None = None) -> "CoreMLState":
+        """All of it, whatever `tokens`: a state of Core ML has one size."""
         return self.stage.copy_of(self)
 
 
