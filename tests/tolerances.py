@@ -77,3 +77,9 @@ UNDECIDED_LOGITS = 0.05
 # The oracle on dequantised weights beside llama.cpp, which rounds activations to 8 bits for every product with a
 # quantised matrix, on Gemma3-270M; a wrong norm, rope or scale of the embedding is below 0.9.
 LLAMA_CPP_COSINE = 0.99
+
+# A norm in fp16 against float64, relative to the row's largest result: the division, the root, two products and the
+# gain round by up to 2^-11 each; seen 4e-4.
+NORM_OF_ANY_ROW = 1e-3
+# A row of 1e-4 is divided by the floor of 2^-10, not by its maximum, and keeps the bits it has; seen 4e-4.
+NORM_OF_A_TINY_ROW = 2e-3
