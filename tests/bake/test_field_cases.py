@@ -13,7 +13,6 @@ from anechain.bundle.recipe import load_recipe
 from anechain.bundle.spec import MASKED
 from anechain.judge.oracle import Oracle
 from anechain.run.chain import Chain
-from anechain.run.openvino import CpuEngine
 from anechain.run.reference import ReferenceEngine
 from anechain.run.sample import greedy
 from tests.bundle_maker import SPECS, make_bundle, tiny_source
@@ -94,13 +93,12 @@ def test_a_past_that_is_hidden_altogether(stress: bool, tmp_path: Path) -> None:
 
 def test_a_winner_behind_65535_keeps_its_id(tmp_path: Path) -> None:
     """Ids of 16 bits would come back short by 65536."""
-    source = tiny_source(replace(SPECS["llama"], vocab_size=70000))
+    source = tiny_source(replace(SPECS["llama"], vocab_size=70000, n_layers=1, layer_attention=(0,)))
     source.tensors["head"][:65536] *= 0.01
     bundle = make_bundle(source, tmp_path / "b")
     (hidden,) = Oracle(source).forward([np.array([66000, 12])])
     wanted = int(Oracle(source).logits(hidden[-1:])[0].argmax())
     assert wanted > 65535
-    for engine in (ReferenceEngine(), CpuEngine("exact")):
-        chain = Chain(bundle, engine)
-        logits = chain.feed(chain.start(), [66000, 12])
-        assert len(logits) == 70000 and greedy(logits, 70000) == wanted
+    chain = Chain(bundle, ReferenceEngine())
+    logits = chain.feed(chain.start(), [66000, 12])
+    assert len(logits) == 70000 and greedy(logits, 70000) == wanted
