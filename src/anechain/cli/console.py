@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -19,7 +19,7 @@ from anechain.run.grammar import Grammar
 _PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False, "soft_wrap": True}
 out = Console(**_PLAIN, width=None if sys.stdout.isatty() else 200)
 err = Console(**_PLAIN, stderr=True)
-ENGINES = ("reference", "cpu", "coreml")
+ENGINES = ("reference", "cpu", "openvino", "coreml")
 
 Report = Callable[[int, int, str], None]  # done, total, what is being done
 
@@ -64,19 +64,31 @@ def open_engine(name: str, stress: bool = False, fast: bool = False) -> Engine:
 
     Raises EngineError when it is not there, RequestError when there is no such one or it has no such mode.
     """
-    if fast and name != "cpu":
+    if fast and name not in ("cpu", "openvino"):
         raise RequestError(f"--fast is a mode of the cpu engine: use --engine cpu, or {name} without it.")
     if name == "reference":
         from anechain.run.reference import ReferenceEngine
 
         return ReferenceEngine(stress)
-    if name == "cpu":
-        from anechain.run.openvino import CpuEngine
-
-        return CpuEngine("fast" if fast else "exact")
+    if name in ("cpu", "openvino"):
+        return _cpu_engine("fast" if fast else "exact", name == "cpu")
     if name == "coreml":
         raise EngineError("the coreml engine needs a Mac and is not part of this version: use --engine cpu.")
     raise RequestError(f"--engine {name} is not known: use {', '.join(ENGINES)}.")
+
+
+def _cpu_engine(mode: Literal["exact", "fast"], native: bool) -> Engine:
+    """The native engine where it was built and the processor has what it needs, else OpenVINO: the name says which."""
+    if native:
+        from anechain.run.tape import TapeEngine
+
+        try:
+            return TapeEngine(mode)
+        except EngineError:
+            pass
+    from anechain.run.openvino import CpuEngine
+
+    return CpuEngine(mode)
 
 
 def open_grammar(schema: Path | None, regex: str | None, grammar: Path | None) -> Grammar | None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from anechain.bundle.program import Function, Op, Program, Value, read_program
 from anechain.errors import EngineError
-from anechain.run.engine import State
+from anechain.run.engine import HostMemory, State
 from anechain.run.native import Library, library
 from anechain.run.past_cells import CELLS
 from anechain.run.stage_plan import HIDDEN, HIDDEN_OUT, Arrays, HeldState, StagePlan, Write
@@ -50,7 +50,7 @@ def _zeros(shape: Sequence[int]) -> np.ndarray:
     return np.frombuffer(mmap.mmap(-1, max(size, 1)), np.float16, int(np.prod(shape))).reshape(shape)
 
 
-class TapeEngine:
+class TapeEngine(HostMemory):
     """All cores. Raises EngineError where the native library is not built or the processor lacks what it needs."""
 
     def __init__(self, mode: Literal["exact", "fast"], threads: int | None = None) -> None:
@@ -73,7 +73,7 @@ class TapeEngine:
         found = [fault for program in programs for fault in faults(program)]
         if found:
             raise EngineError(
-                f"the {self.name} engine cannot run {'; '.join(found)}: use another engine, or write the program with "
+                f"the {self.name} engine cannot run {'; '.join(found)}: use --engine openvino, or write the program with "
                 f"the ops that it knows, {', '.join(sorted(OPS))}."
             )
         return TapeStage(self._library, BITS[self._mode], programs)

@@ -69,7 +69,7 @@ class Translation:
         except (ValueError, TypeError, LookupError) as error:
             raise EngineError(
                 f"op {op.type} named {op.name!r} in function {self._function.name!r} of {self._program.path.name} "
-                f"cannot be translated, because {str(error).rstrip('.')}: use the reference engine, or check the "
+                f"cannot be translated, because {str(error).rstrip('.')}: use --engine openvino, or check the "
                 "package with `anechain lint`."
             ) from error
 
