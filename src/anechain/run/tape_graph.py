@@ -76,11 +76,13 @@ class Graph:
         return self.values[name]
 
     def single(self, view: View) -> View:
-        """The same in f32: f16 is widened once, however often it is read."""
+        """The same in f32, lying as it lies: f16 is widened once, however often it is read."""
         if not view.half:
             return view
         if view not in self._singles:
-            self._singles[view] = self.copy(view)
+            out, loops = self._laid(self.loops([view, view]), 0)
+            self._element(Code.COPY, 0, 0, loops, out, view, view)
+            self._singles[view] = out
         return self._singles[view]
 
     # Instructions

@@ -118,11 +118,7 @@ class Matrices:
 
     def pack(self, run: Callable[[np.ndarray, np.ndarray], None]) -> tuple[int, object]:
         """Packs all of them with `run` (a tape and its slots); returns where they begin, and what keeps them alive."""
-        held = mmap.mmap(-1, self._size + _HUGE)
-        address = np.frombuffer(held, np.uint8).__array_interface__["data"][0]
-        begin = -(-address // _HUGE) * _HUGE
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            held.madvise(mmap.MADV_HUGEPAGE)
+        begin, held = huge(self._size)
         portion: list[tuple[Instruction, np.ndarray, int]] = []
         for job in [*self._jobs, None]:
             if job is not None:
@@ -134,6 +130,15 @@ class Matrices:
                 portion.clear()
         self._jobs.clear()
         return begin, held
+
+
+def huge(size: int) -> tuple[int, object]:
+    """The address of `size` zero bytes, in pages of 2 MB where the system has them; and what keeps them."""
+    held = mmap.mmap(-1, size + _HUGE)
+    address = np.frombuffer(held, np.uint8).__array_interface__["data"][0]
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        held.madvise(mmap.MADV_HUGEPAGE)
+    return -(-address // _HUGE) * _HUGE, held
 
 
 def _give_back(array: np.ndarray) -> None:
