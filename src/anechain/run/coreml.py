@@ -154,7 +154,7 @@ class CoreMLState:
     def __init__(self, stage: "CoreMLStage", handle: Any) -> None:
         self.stage, self.handle = stage, handle
 
-    def copy(self) -> "CoreMLState":
+    def copy(self, tokens: int | None = None) -> "CoreMLState":
         return self.stage.copy_of(self)
 
 
