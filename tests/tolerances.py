@@ -82,3 +82,6 @@ LLAMA_CPP_COSINE = 0.99
 STATISTIC = 1e-9
 # A score statistic whose likelihood was maximised numerically: the place is found to about 1e-8, seen 2e-7.
 SCORE_NUMERIC = 1e-5
+# Log probabilities of one token, fp16 chain of one layer beside transformers in float32, in nats: the logits are off
+# by up to CHAIN_ORACLE of a spread of some 4; seen 0.01.
+HARNESS_NATS = 0.05
