@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from anechain.errors import EngineError, RequestError
+from anechain.errors import RequestError
 from anechain.run.engine import Engine
 from anechain.run.grammar import Grammar
 
@@ -60,11 +60,13 @@ def plain(value: Any) -> Any:
     return value
 
 
-def open_engine(name: str, stress: bool = False, fast: bool = False) -> Engine:
+def open_engine(name: str, stress: bool = False, fast: bool = False, compute_units: str = "") -> Engine:
     """The engine that `--engine` names.
 
     Raises EngineError when it is not there, RequestError when there is no such one or it has no such mode.
     """
+    if compute_units and name != "coreml":
+        raise RequestError(f"--compute-units are Core ML's: use --engine coreml, or {name} without them.")
     if fast and name != "cpu":
         raise RequestError(f"--fast is a mode of the cpu engine: use --engine cpu, or {name} without it.")
     if name == "reference":
@@ -76,7 +78,9 @@ def open_engine(name: str, stress: bool = False, fast: bool = False) -> Engine:
 
         return CpuEngine("fast" if fast else "exact")
     if name == "coreml":
-        raise EngineError("the coreml engine needs a Mac and is not part of this version: use --engine cpu.")
+        from anechain.run.coreml import CoreMLEngine
+
+        return CoreMLEngine(compute_units) if compute_units else CoreMLEngine()
     raise RequestError(f"--engine {name} is not known: use {', '.join(ENGINES)}.")
 
 
