@@ -37,6 +37,9 @@ min_pass_rate = 0.5
 min_speed_ratio = 1.5
 max_accuracy_loss_pp = 2.0
 min_cost_ratio = 1.0
+[ane]
+min_share = 0.9
+min_speed_ratio = 1.5
 """
 
 
