@@ -3,6 +3,8 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -10,6 +12,8 @@ import pytest
 
 from anechain.bundle.manifest import open_bundle
 from anechain.judge.card import html, layer_bytes, model_card
+from anechain.judge.measured import configuration_of
+from anechain.judge.record import Device, GateFigures, Record, Trial, write_record
 from anechain.judge.ship import HISTORY, Thresholds
 from tests.cli.outcome import Outcome, refusal
 from tests.cli.specialist import THRESHOLDS, World, baked, card_of, make_world, without_drawing, without_measuring
@@ -160,6 +164,34 @@ def test_what_eval_cannot_do_it_refuses(world: World, dropped: Path, anechain: C
     ):  # fmt: skip
         told = ["--suite", world.suite.path] if "--suite" not in arguments else []
         assert said in refusal(anechain, world.root, "eval", world.good, *told, *arguments)
+
+
+def test_a_record_of_a_mac_gives_the_verdict_a_second_line(
+    world: World, dropped: Path, tmp_path: Path, anechain: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record speaks of the form, which both share; that the fixtures were lost here stays a reason."""
+    without_measuring(monkeypatch)
+    without_drawing(monkeypatch)
+    form = replace(configuration_of(open_bundle(world.good)), model=world.model.name)
+    plan = {"block-000.mlpackage": {"decode": {"conv": Device("NE", 1.0)}}}
+    gate = GateFigures("pass", "m8", "coreml", 0.9999, 1e-5, 1e-4, 1.0, 40)
+    bench = {"first_token_ms": 100.0, "decode_tok_per_s": 40.0}
+    write_record(
+        Record("macOS 26.0.1", "M5 Pro", "Mac17,3", version("coremltools"), "0.1", "coreml",
+               (Trial(form, gate=gate, bench=bench, plan=plan),)), tmp_path / "mac.zip",
+    )  # fmt: skip
+    limits = tmp_path / "same.toml"
+    limits.write_text(THRESHOLDS.replace("0.9\nmin_speed_ratio = 1.5", "0.9\nmin_speed_ratio = 1.0"), encoding="utf-8")
+    told = world.arguments(world.good, record=tmp_path / "mac.zip", thresholds=limits)
+    code, out, _ = anechain(*told, "--model-card")
+    assert code == 0 and "ANE: SHIP (ane, macOS 26.0.1, M5 Pro)" in out
+    readme = (world.root / "card/README.md").read_text(encoding="utf-8")
+    assert "| runs on the ANE | 100.0% of the recorded compute plan's cost, macOS 26.0.1, M5 Pro |" in readme
+    code, out, _ = anechain(*world.arguments(dropped, record=tmp_path / "mac.zip", thresholds=limits), "--model-card")
+    assert code == 1 and "ANE: REVERT (ane, macOS 26.0.1, M5 Pro)\n    fixtures failed" in out
+    assert "runs on the ANE" not in (world.root / "card/README.md").read_text(encoding="utf-8")
+    refused = refusal(anechain, world.root, *world.arguments(world.good, record=limits))
+    assert "same.toml is not a record" in refused
 
 
 def test_the_layers_hold_all_weights(world: World) -> None:
