@@ -96,3 +96,6 @@ SCORE_NUMERIC = 1e-5
 NORM_OF_ANY_ROW = 1e-3
 # A row of 1e-4 is divided by the floor of 2^-10, not by its maximum, and keeps the bits it has; seen 4e-4.
 NORM_OF_A_TINY_ROW = 2e-3
+# Log probabilities of one token, fp16 chain of one layer beside transformers in float32, in nats: the logits are off
+# by up to CHAIN_ORACLE of a spread of some 4; seen 0.01.
+HARNESS_NATS = 0.05
