@@ -121,7 +121,7 @@ def _composite(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 SCHEMAS = st.recursive(LEAVES, _composite, max_leaves=8)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(schema=SCHEMAS, seed=st.integers(0, 2**32 - 1), hot=st.booleans())
 def test_whatever_the_logits_the_answer_validates(
     schema: dict[str, Any], seed: int, hot: bool, grammars: Grammars, tokenizer: Tokenizer

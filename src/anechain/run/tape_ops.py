@@ -12,8 +12,9 @@ from anechain.errors import EngineError
 from anechain.run import tape_graph as kinds
 from anechain.run.ops import DTYPES, rounded
 from anechain.run.ops_weight import WEIGHTS
-from anechain.run.tape_attention import attentions, fused
+from anechain.run.tape_attention import attention
 from anechain.run.tape_graph import Graph, Name
+from anechain.run.tape_match import Match, Matcher, gate, norm, rotation
 from anechain.run.tape_plan import ARENA, MAX_DIMS, Code, Ref, ref
 from anechain.run.tape_view import Memory, View, joined, strides_of, transposed, whole
 from anechain.run.tape_weights import Matrices, Stored
@@ -33,8 +34,8 @@ class Translation:
         self._program, self._function, self._box = program, function, box
 
     def make(self, wanted: Sequence[str]) -> None:
-        """Translates what these values need, in the order of the program, with attention as one instruction."""
-        found = attentions(self._function)
+        """Translates what these values need, in the order of the program; what PATTERNS finds is one instruction."""
+        found = self._matches()
         makers = {value.name: op for op in self._function.ops for value in op.outputs}
         needed: set[str] = set()
         ask = [name for name in wanted if name in makers]
@@ -48,13 +49,22 @@ class Translation:
             if op.name not in needed:
                 continue
             if op.name in found:
-                mix = fused(self.graph, found[op.name])
-                if mix is not None:
-                    self.graph.values[op.outputs[0].name] = mix
+                made = found[op.name].emit(self.graph)
+                if made is not None:
+                    self.graph.values[op.outputs[0].name] = made
                     continue
                 for inner in found[op.name].inside:
                     self._translate(inner)
             self._translate(op)
+
+    def _matches(self) -> dict[str, Match]:
+        matcher, found = Matcher(self._function), {}
+        for op in self._function.ops:
+            for pattern in PATTERNS.get(op.type, ()):
+                if (match := matcher.find(op, pattern)) is not None:
+                    found[op.name] = match
+                    break
+        return found
 
     def _translate(self, op: Op) -> None:
         arguments = {p: list(names) if p == "values" else names[0] for p, names in op.inputs.items()}
@@ -69,7 +79,7 @@ class Translation:
         except (ValueError, TypeError, LookupError) as error:
             raise EngineError(
                 f"op {op.type} named {op.name!r} in function {self._function.name!r} of {self._program.path.name} "
-                f"cannot be translated, because {str(error).rstrip('.')}: use the reference engine, or check the "
+                f"cannot be translated, because {str(error).rstrip('.')}: use --engine openvino, or check the "
                 "package with `anechain lint`."
             ) from error
 
@@ -332,6 +342,7 @@ OPS: dict[str, Make] = {
     "tile": _tile, "transpose": _transpose,
 }  # fmt: skip
 PARAMETERS = {"slice_update": ("x", "update", "begin", "end", "stride", "begin_mask", "end_mask", "squeeze_mask")}
+PATTERNS = {"mul": (norm, rotation, gate), "add": (attention, rotation)}  # by the type of their last op
 _FLOATS = ("fp16", "fp32")
 
 
