@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -180,7 +181,11 @@ def test_a_damaged_bundle(verb: str, bundle: Path, anechain: Callable[..., Outco
     ("arguments", "reason"),
     [
         (["gate", "{b}", "--engine", "gpu"], "--engine gpu is not known: use reference, cpu, coreml."),
-        (["gate", "{b}", "--engine", "coreml"], "the coreml engine needs a Mac"),
+        (["plan", "{b}", "--compute-units", "npu"], "--compute-units npu is not known: use cpu-and-ne, all, "),
+        (
+            ["gate", "{b}", "--compute-units", "cpu"],
+            "--compute-units are Core ML's: use --engine coreml, or reference ",
+        ),
         (["gate", "{b}", "--fast"], "--fast is a mode of the cpu engine: use --engine cpu, or reference without it."),
         (["gate", "{b}", "--profile", "m9"], "--profile m9 is not known: use m8 or strict."),
         (["gate", "{b}", "--profile", "strict"], "{b} has no strict baseline, because its context of 64 is too small"),
@@ -194,7 +199,6 @@ def test_a_damaged_bundle(verb: str, bundle: Path, anechain: Callable[..., Outco
         (["run", "{b}", "x" * 64], "the prompt has 64 tokens and the context of 64 has room for 64, answer included"),
         (["run", "{b}", ""], "the prompt has no tokens: give some text."),
         (["run", "{b}", "hi", "--engine", "gpu"], "--engine gpu is not known: use reference, cpu, coreml."),
-        (["run", "{b}", "hi", "--engine", "coreml"], "the coreml engine needs a Mac"),
         (["run", "{b}", "hi", "--fast"], "--fast is a mode of the cpu engine: use --engine cpu, or reference without"),
         (["run", "{b}", "hi", "--max-tokens", "0"], "--max-tokens 0 is not a whole number of at least 1."),
         (["run", "{b}", "hi", "--temperature", "-1", "--top-p", "0"], "sampling cannot use temperature -1.0 (a number"),
@@ -222,3 +226,26 @@ def test_requests_that_cannot_be_answered(
 def test_a_prompt_that_just_fits(bundle: Path, anechain: Callable[..., Outcome]) -> None:
     code, out, _ = anechain("run", bundle, "x" * 63, "--engine", "reference", "--json")
     assert code == 0 and len(json.loads(out)["ids"]) == 1 and json.loads(out)["finish"] == "length"
+
+
+@pytest.mark.skipif(platform.system() == "Darwin", reason="a Mac has Core ML")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["gate", "{b}", "--engine", "coreml"],
+        ["run", "{b}", "hi", "--engine", "coreml", "--compute-units", "cpu"],
+        ["chat", "{b}", "--engine", "coreml"],
+        ["plan", "{b}"],
+        ["plan", "{b}", "--bisect"],
+        ["doctor", "--record", "{t}/out.zip"],
+    ],
+    ids=" ".join,
+)
+def test_core_ml_is_elsewhere(
+    arguments: list[str], bundle: Path, anechain: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    message = refusal(anechain, tmp_path, *(argument.format(b=bundle, t=tmp_path) for argument in arguments))
+    assert message == (
+        f"the coreml engine needs a Mac with Apple silicon, and this is {platform.system()} on {platform.machine()}: "
+        "use --engine cpu."
+    )

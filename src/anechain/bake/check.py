@@ -137,7 +137,8 @@ def _edge_faults(function: Function, recipe: Recipe, form: Form, ports: Ports) -
 def _op_faults(function: Function, recipe: Recipe, form: Form, ceiling: int) -> list[str]:
     faults = []
     parts = {form.state_update} | {part for part in ("takes", "gives") if getattr(form, part) is not None}
-    allowed = ALLOWED - {kind for kind, part in ONLY.items() if part not in parts}
+    allowed = ALLOWED | ({"layer_norm"} if recipe.norm == "layer_norm" else set())
+    allowed -= {kind for kind, part in ONLY.items() if part not in parts}
     if strange := sorted({op.type for op in function.ops} - allowed):
         faults.append(f"ops that a chain does not use: {', '.join(strange)}")
     if len(function.ops) > ceiling:

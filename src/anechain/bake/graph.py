@@ -153,6 +153,7 @@ class _Graph:
 
     def __init__(self, spec: ModelSpec, recipe: Recipe, query: int, weights: Weights) -> None:
         self.spec, self.query, self._weights = spec, query, weights
+        self._norm = recipe.norm
         self._dtype = "fp16" if recipe.compute == "fp16" else "fp32"
         self._consts: dict[str, Var] = {}
         self._float = np.float16 if recipe.compute == "fp16" else np.float32
@@ -243,6 +244,10 @@ class _Graph:
         fp16's range for |x| up to 65 504, and a row of zeros stays zeros.
         """
         op = name.replace(".", "_")
+        shape = (1, -1, 1, 1) if axis == 1 else (1, 1, 1, -1)
+        if self._norm == "layer_norm":
+            y = self._by_layer_norm(x, op, axis, scale)
+            return mb.mul(x=y, y=self.vector(name, shape), name=f"{op}_out")
         k = mb.reduce_max(x=mb.abs(x=x, name=f"{op}_abs"), axes=[axis], keep_dims=True, name=f"{op}_max")
         k = mb.maximum(x=k, y=self._float(NORM_FLOOR), name=f"{op}_k")
         y = mb.real_div(x=x, y=k, name=f"{op}_y")
@@ -252,8 +257,15 @@ class _Graph:
         # rsqrt adds an epsilon of its own; the one that fp16 can hold least is none.
         root = mb.rsqrt(x=mean, epsilon=self._float(0.0), name=f"{op}_rsqrt")
         y = mb.mul(x=y, y=root, name=f"{op}_unit")
-        shape = (1, -1, 1, 1) if axis == 1 else (1, 1, 1, -1)
         return mb.mul(x=y, y=self.vector(name, shape), name=f"{op}_out")
+
+    def _by_layer_norm(self, x: Var, op: str, axis: int, scale: float) -> Var:
+        """The norm without its gain, as one op: the mean of [x, -x] is 0, and its variance the mean of x^2."""
+        negative = mb.mul(x=x, y=self._float(-1), name=f"{op}_negative")
+        both = mb.concat(values=[x, negative], axis=axis, name=f"{op}_both")
+        eps = self._float(self.spec.rms_eps * scale**2)
+        normed = mb.layer_norm(x=both, axes=[axis], epsilon=eps, name=f"{op}_layer_norm")
+        return mb.split(x=normed, num_splits=2, axis=axis, name=f"{op}_halves")[0]
 
     def heads(self, x: Var, n_heads: int, op: str) -> Var:
         """[1, n*D, 1, Q] -> [1, n, Q, D]"""

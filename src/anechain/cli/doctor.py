@@ -11,7 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from anechain.cli.console import out, print_json
+from anechain.cli.console import err, out, print_json
+from anechain.errors import RequestError
 from anechain.judge.compatibility import Known, Machine, chip_name, known_problems, parse_version
 from anechain.judge.measured import Stored, feature_answer, import_record, stored_records
 
@@ -22,6 +23,10 @@ _SUFFIXES = (".so", ".dylib", ".pyd")
 
 
 def doctor(
+    record_to: Annotated[
+        Path | None,
+        typer.Option("--record", metavar="OUT.zip", help="on a Mac: measure the demo model, for us to read"),
+    ] = None,
     imported: Annotated[
         Path | None, typer.Option("--import", metavar="RECORD.zip", help="keep what was measured on a Mac")
     ] = None,
@@ -29,8 +34,10 @@ def doctor(
 ) -> int:
     """Show what this machine can do, and which known problems concern it. Exit code 1 when it cannot even bake.
 
-    With --import, take a record that `doctor --record` made on a Mac into this user's store instead.
+    With --record, measure the demo model on a Mac instead; with --import, take such a record into this user's store.
     """
+    if record_to is not None:
+        return _measure(record_to)
     if imported is not None:
         _import(imported, as_json)
         return 0
@@ -40,6 +47,21 @@ def doctor(
     else:
         _show(record)
     return 0 if record["can_bake"] else 1
+
+
+def _measure(path: Path) -> int:
+    """Raises EngineError at once where there is no Core ML."""
+    from anechain.judge.mac_record import Mac, make_record
+    from anechain.judge.record import write_record
+    from anechain.run.coreml import CoreMLEngine
+
+    CoreMLEngine()
+    if not path.parent.is_dir():
+        raise RequestError(f"--record {path}: there is no folder {path.parent}: make it first.")
+    mac = Mac(mac_model()[1], chip_name(_chip()), _sysctl("hw.model"))
+    write_record(make_record(mac, "demo", CoreMLEngine, err.print), path)
+    err.print(f"{path}: no prompts, no serial numbers, no names; send it to us (docs/on-a-mac.md)")
+    return 0
 
 
 def examine() -> dict[str, Any]:
@@ -118,10 +140,8 @@ def _coreml_fault() -> str:
         return f"needs a Mac with Apple silicon; this is {platform.system()} on {platform.machine()}"
     if platform.machine() != "arm64":
         return "this Python runs as x86-64 (Rosetta or an Intel Mac), which has no Neural Engine: use an arm64 Python"
-    if importlib.util.find_spec("anechain.run.coreml") is None:
-        return "is not part of this version"
     if importlib.util.find_spec("CoreML") is None:
-        return "PyObjC is not installed: pip install pyobjc-framework-CoreML"
+        return 'PyObjC is not installed: pip install "anechain[macos]"'
     return ""
 
 
@@ -130,6 +150,11 @@ def this_machine() -> Machine:
     if platform.system() != "Darwin":
         return Machine(platform.system(), (), "none")
     return Machine("macOS", parse_version(platform.mac_ver()[0]), chip_name(_chip()))
+
+
+def mac_model() -> tuple[str, str]:
+    """The kind of Mac with its chip, and its system: what a compute plan is headed by."""
+    return f"{_sysctl('hw.model')} ({chip_name(_chip())})", f"macOS {platform.mac_ver()[0]}"
 
 
 def _chip() -> str:

@@ -58,6 +58,7 @@ def configuration_of(bundle: Bundle) -> Configuration:
     return Configuration(
         model="", recipe=bundle.recipe.name, target=bundle.target,
         layers_per_package=max(len(block.layers) for block in bundle.blocks), state_update=bundle.state_update,
+        norm=bundle.recipe.norm,
         activations="int8" if bundle.boundary_scales else "fp16", context=bundle.context, prefill=bundle.prefill,
     )  # fmt: skip
 

@@ -1,7 +1,6 @@
 """A checkpoint becomes a bundle that carries what it will be judged by: the packages, and the oracle's baselines."""
 
 import hashlib
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ import numpy as np
 
 from anechain.bake.jobs import Plan, Progress, bake
 from anechain.bake.source import Source
+from anechain.bundle.cache import cache_directory
 from anechain.bundle.manifest import TOKENIZER, Bundle
 from anechain.errors import BundleError, RequestError
 from anechain.judge.baseline import STEPS, Baseline, Profile, PromptIds, build_baseline, prompts_of
@@ -106,14 +106,8 @@ def _measured(source: Source, sequences: Sequence[np.ndarray], kind: str) -> Pat
     return cache_folder(kind) / f"{decided.hexdigest()[:32]}.json"
 
 
-def cache_directory() -> Path:
-    """Where results that can be computed again are kept: ANECHAIN_CACHE, or the user's cache folder."""
-    if own := os.environ.get("ANECHAIN_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "anechain"
-
-
 def cache_folder(name: str) -> Path:
+    """The folder `name` in `cache_directory()`, which is made. Raises RequestError when that cannot be."""
     folder = cache_directory() / name
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -29,8 +29,10 @@ class HeldState:
     packages: list[dict[str, np.ndarray]]
     plan: "StagePlan"
 
-    def copy(self) -> "HeldState":
-        copies = [{name: array.copy() for name, array in states.items()} for states in self.packages]
+    def copy(self, tokens: int | None = None) -> "HeldState":
+        """With `tokens`, no more cells than a state has that saw only these: its sums are the same, bit for bit."""
+        cells = None if tokens is None or not self.plan.trims else max(1, -(-tokens // ROOM)) * ROOM
+        copies = [{name: array[:, :, :cells].copy() for name, array in states.items()} for states in self.packages]
         return HeldState(copies, self.plan)
 
     def grow(self, cells: int) -> int:
