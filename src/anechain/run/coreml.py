@@ -155,6 +155,7 @@ class CoreMLState:
         self.stage, self.handle = stage, handle
 
     def copy(self, tokens: int | None = None) -> "CoreMLState":
+        """All of it, whatever `tokens`: a state of Core ML has one size."""
         return self.stage.copy_of(self)
 
 
