@@ -1,8 +1,8 @@
 """The native CPU engine: the packages of a stage become one tape of instructions, which a small C library runs.
 
 Weights stay int8 or fp16, repacked once; results lie in one arena, planned when a stage is loaded; a step allocates
-nothing. Everything that is not a matrix is computed in float32, and nothing is rounded between the ops of a package. Two
-modes differ where an int8 matrix meets activations: "exact" rounds them to 15 bits and "fast" to 8, with one scale for
+nothing. What is not a matrix is computed in float32, and nothing is rounded between the ops of a package. The two modes
+differ where an int8 matrix meets activations: "exact" rounds them to 15 bits and "fast" to 8, with one scale for
 a few inputs (tape_graph.GROUPS). fp16 and fp32 matrices meet float32 activations in both.
 """
 
@@ -74,8 +74,8 @@ class TapeEngine(HostMemory):
         found = [fault for program in programs for fault in faults(program)]
         if found:
             raise EngineError(
-                f"the {self.name} engine cannot run {'; '.join(found)}: use --engine openvino, or write the program with "
-                f"the ops that it knows, {', '.join(sorted(OPS))}."
+                f"the {self.name} engine cannot run {'; '.join(found)}: use --engine openvino, or write the program "
+                f"with the ops that it knows, {', '.join(sorted(OPS))}."
             )
         return TapeStage(self._library, BITS[self._mode], programs)
 
@@ -134,8 +134,8 @@ class _Tape:
             for output, view in given.items():
                 graph.copy_into(self._port(f"out {output}", self._plan.outputs[output]), view)
             for names in pieces:  # a state is read as it was: what is written and lies in a slot is put aside first
-                views = map(graph.view, names)
-                values.append([graph.copy(v, True) if v.memory.slot >= FIRST_FREE else v for v in views])
+                own = [graph.view(name) for name in names]
+                values.append([graph.copy(v, True) if v.memory.slot >= FIRST_FREE else v for v in own])
             self._take(graph)
         self._instructions.append(Instruction(Code.BARRIER, (), (), (), True))
         graph = Graph(self._plan.functions[0], {}, matrices, bits)
@@ -143,9 +143,11 @@ class _Tape:
             memory, rows = Memory(int(np.prod(write.state.shape)) * 2, self._slot()), 0
             for view in views:
                 place = _placed(memory, view.shape, write.state.shape)
-                graph.copy_into(replace(place, offset=rows * strides_of(write.state.shape)[0]), view)
-                rows += view.shape[0]
-            shape = (rows, *views[0].shape[1:])
+                if rows:
+                    place = replace(place, offset=rows * strides_of(write.state.shape)[0])
+                graph.copy_into(place, view)
+                rows += view.shape[0] if len(views) > 1 else 0
+            shape = (rows, *views[0].shape[1:]) if rows else views[0].shape
             self._boxes.append((memory.slot, f"{write.package}/{write.state.name}", write, shape))
         self._take(graph)
 

@@ -31,7 +31,9 @@ def attention(m: Matcher, last: Op) -> Match:
         raise NoMatchError
     soft = m.maker(split.inputs["x"][0], "softmax")
     both = m.maker(soft.inputs["x"][0], "concat")
-    if any(int(m.const(op, "axis", -1)) not in (-1, 3) for op in (split, soft, both)) or m.const(both, "interleave", False):
+    if any(int(m.const(op, "axis", -1)) not in (-1, 3) for op in (split, soft, both)) or m.const(
+        both, "interleave", False
+    ):
         raise NoMatchError
     before, now = both.inputs["values"]
     scores, mask = m.sides(m.maker(before, "add"), "matmul")
@@ -96,7 +98,10 @@ def _emit(g: Graph, found: Names) -> View | None:
         return None
     new_mask = None
     if found.new_mask is not None:
-        if found.new_mask not in g.consts or g.const(found.new_mask).shape not in ((1, 1, rows, query), (1, 1, 1, query)):
+        if found.new_mask not in g.consts or g.const(found.new_mask).shape not in (
+            (1, 1, rows, query),
+            (1, 1, 1, query),
+        ):
             return None
         new_mask = np.ascontiguousarray(g.const(found.new_mask), np.float32).reshape(-1, query)
         if (new_mask.max(axis=1) <= MASKED).any():

@@ -9,7 +9,17 @@ import numpy as np
 from anechain.bundle.program import Function, Op
 from anechain.run.tape_plan import ARENA, MAX_DIMS, Code, Instruction, Ref, ref
 from anechain.run.tape_view import (
-    Loop, Memory, View, common_loops, cut, joined, merged, part, reshaped, transposed, whole,
+    Loop,
+    Memory,
+    View,
+    common_loops,
+    cut,
+    joined,
+    merged,
+    part,
+    reshaped,
+    transposed,
+    whole,
 )  # fmt: skip
 from anechain.run.tape_weights import GROUP, PANEL, Matrices, Matrix, Stored, fixed
 
@@ -72,7 +82,7 @@ class Graph:
             if array.dtype.kind != "f":
                 raise ValueError(f"{name} is {array.dtype}, where this engine computes with floats alone")
             single = np.ascontiguousarray(array, np.float32)
-            self.values[name] = whole(fixed(single), single.shape)
+            self.values[name] = whole(fixed(single), array.shape)
         return self.values[name]
 
     def single(self, view: View) -> View:
@@ -230,7 +240,14 @@ class Graph:
             given = self._round(x, matrix, tokens, token_stride, inside)
             row_scales, part_scales = Ref(matrix.row_scales), Ref(matrix.part_scales)
             sources = (given.high, given.low, given.scales, given.starts)
-            words: list[int | Ref] = [self.bits > 8, tokens, matrix.rows, matrix.padded, given.group, Ref(matrix.memory)]
+            words: list[int | Ref] = [
+                self.bits > 8,
+                tokens,
+                matrix.rows,
+                matrix.padded,
+                given.group,
+                Ref(matrix.memory),
+            ]
             words += [*map(Ref, sources), row_scales, part_scales, Ref(added), Ref(out), matrix.rows]
             self.emit(Code.LINEAR8, words, sources, [out], True)
             self.scratch_bytes = max(self.scratch_bytes, tokens * PANEL * 4)

@@ -223,5 +223,3 @@ def gate(m: Matcher, last: Op) -> Match:
     activated, y = m.sides(last, "silu")
     x = m.maker(activated, "silu").inputs["x"][0]
     return Match((x, y), (), lambda g: g.element(SILU_MUL, g.view(x), g.view(y)))
-
-

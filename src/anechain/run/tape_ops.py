@@ -16,7 +16,7 @@ from anechain.run.tape_attention import attention
 from anechain.run.tape_graph import Graph, Name
 from anechain.run.tape_match import Match, Matcher, gate, norm, rotation
 from anechain.run.tape_plan import ARENA, MAX_DIMS, Code, Ref, ref
-from anechain.run.tape_view import Memory, View, joined, strides_of, transposed, whole
+from anechain.run.tape_view import Axis, Memory, View, joined, strides_of, transposed, whole
 from anechain.run.tape_weights import Matrices, Stored
 
 Make = Callable[..., "View | list[View] | None"]
@@ -140,7 +140,11 @@ def _cast(g: Graph, op: Op, box: Box, x: str, dtype: Name = None) -> View:
 
 
 def _gelu(g: Graph, op: Op, box: Box, x: str, mode: Name = None) -> View:
-    names = {"EXACT": kinds.GELU_ERF, "TANH_APPROXIMATION": kinds.GELU_TANH, "SIGMOID_APPROXIMATION": kinds.GELU_SIGMOID}
+    names = {
+        "EXACT": kinds.GELU_ERF,
+        "TANH_APPROXIMATION": kinds.GELU_TANH,
+        "SIGMOID_APPROXIMATION": kinds.GELU_SIGMOID,
+    }
     return g.element(names[str(g.const(mode, "EXACT"))], g.view(x))
 
 
@@ -191,9 +195,7 @@ def _conv(
     return g.linear(g.view(x), 1, g.matrices.get(stored), None if bias is None else g.const(bias))
 
 
-def _matmul(
-    g: Graph, op: Op, box: Box, x: str, y: str, transpose_x: Name = None, transpose_y: Name = None
-) -> View:
+def _matmul(g: Graph, op: Op, box: Box, x: str, y: str, transpose_x: Name = None, transpose_y: Name = None) -> View:
     """[..., M, K] times [..., K, N]; a vector on the left is a row."""
     left, right, shape = g.view(x), g.view(y), op.outputs[0].shape
     if len(left.axes) < 2 or len(right.axes) < 2:
@@ -269,12 +271,11 @@ def _slice_by_index(
     view = g.view(x)
     rank = len(view.axes)
     fixed = [np.asarray(g.const(n, d)).tolist() for n, d in ((begin, None), (end, None), (stride, [1] * rank))]
-    masks = [
-        np.asarray(g.const(n, [False] * rank)).tolist() for n in (begin_mask, end_mask, squeeze_mask)
-    ]
+    masks = [np.asarray(g.const(n, [False] * rank)).tolist() for n in (begin_mask, end_mask, squeeze_mask)]
     if any(len(joined(axis)) > 1 for axis in view.axes):
         view = g.copy(view, view.half)
-    offset, axes = view.offset, []
+    offset = view.offset
+    axes: list[Axis] = []
     for i, n in enumerate(view.shape):
         step = joined(view.axes[i])[0][1] if joined(view.axes[i]) else 0
         if masks[2][i]:
@@ -312,11 +313,9 @@ def _blockwise(g: Graph, op: Op, box: Box, data: str, scale: str, offset: Name =
     g.stored[op.outputs[0].name] = Stored(g.const(data), g.const(scale), None if offset is None else g.const(offset))
 
 
-def _table(
-    g: Graph, op: Op, box: Box, indices: str, lut: str, vector_axis: Name = None, shape: Name = None
-) -> None:
+def _table(g: Graph, op: Op, box: Box, indices: str, lut: str, vector_axis: Name = None, shape: Name = None) -> None:
     parts = {"indices": indices, "lut": lut, "vector_axis": vector_axis, "shape": shape}
-    dense = WEIGHTS[op.type](None, **{part: g.const(name) for part, name in parts.items() if name is not None})  # type: ignore[arg-type]
+    dense = WEIGHTS[op.type](None, **{part: g.const(name) for part, name in parts.items() if name is not None})
     g.consts[op.outputs[0].name] = rounded(dense, DTYPES[op.outputs[0].dtype])
 
 

@@ -109,7 +109,9 @@ def _room(memory: Memory) -> int:
 def tape_of(instructions: Sequence[Instruction], threads: int) -> np.ndarray:
     """int64: the instructions with the barriers that `threads` threads need. Memories have their places already."""
     words: list[int] = []
-    open_accesses: list[tuple[int, int, int, bool, bool]] = []  # since the last barrier: slot, begin, end, writes, parallel
+    open_accesses: list[
+        tuple[int, int, int, bool, bool]
+    ] = []  # since the last barrier: slot, begin, end, writes, parallel
 
     def add(code: Code, parallel: bool, *operands: "int | Ref") -> None:
         start = len(words)

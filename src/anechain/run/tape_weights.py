@@ -12,7 +12,8 @@ from typing import Literal
 import numpy as np
 
 from anechain.run.ops_weight import WEIGHTS
-from anechain.run.tape_plan import FIXED, WEIGHTS as WEIGHTS_SLOT, Code, Instruction, Ref, tape_of
+from anechain.run.tape_plan import FIXED, Code, Instruction, Ref, tape_of
+from anechain.run.tape_plan import WEIGHTS as WEIGHTS_SLOT
 from anechain.run.tape_view import Memory
 
 GROUP = 32  # the depth of a packed int8 matrix is a multiple of it, and so is every group of activations
@@ -28,7 +29,7 @@ def fixed(array: np.ndarray) -> Memory:
 
 @dataclass(frozen=True)
 class Matrix:
-    """[rows, depth], packed. int8: one scale a row, or one for every GROUP inputs of a row ([N / 64][K / GROUP][64])."""
+    """[rows, depth], packed. int8: one scale a row, or for every GROUP inputs of a row ([N / 64][K / GROUP][64])."""
 
     kind: Literal["int8", "fp16", "fp32"]
     rows: int
@@ -49,7 +50,7 @@ class Stored:
 
     def dense(self) -> np.ndarray:
         parts = {"data": self.data, "scale": self.scale}
-        return WEIGHTS["constexpr_blockwise_shift_scale"](None, **parts, **self._more())  # type: ignore[arg-type]
+        return WEIGHTS["constexpr_blockwise_shift_scale"](None, **parts, **self._more())
 
     def _more(self) -> dict[str, np.ndarray]:
         return {} if self.offset is None else {"offset": self.offset}
