@@ -148,7 +148,7 @@ def test_packages_that_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(module, "_version", lambda package: "")
     record = examine()
     assert record["coremltools"]["version"] is None and not record["can_bake"]
-    assert record["engines"]["cpu"] == {
+    assert record["engines"]["openvino"] == {
         "available": False, "reason": "openvino is not installed: pip install openvino"
     }  # fmt: skip
     assert record["known_problems"] == []

@@ -1,6 +1,5 @@
 """Evaluation: answers of a chain and of the original, kept on disk; pass rates; what may be compared."""
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path

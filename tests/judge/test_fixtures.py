@@ -163,7 +163,9 @@ def test_whatever_decides_an_answer_or_its_judgement_is_in_the_hash(change: str,
 
 
 def test_a_suite_that_cannot_be_used_says_all_that_is_wrong(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"is neither a folder with a suite.toml, nor a .jsonl file, nor one of mac-"):
+    with pytest.raises(
+        RequestError, match=r"is neither a folder with a suite.toml, nor a .jsonl file, nor one of mac-"
+    ):
         load_suite("no-such-suite")
     folder = write(
         tmp_path / "a", suite_dot_toml="sistem = 'x'\n[sampling]\ntemperature = 0.5\nmax_tokens = 0\n",
@@ -183,7 +185,9 @@ def test_a_suite_that_cannot_be_used_says_all_that_is_wrong(tmp_path: Path) -> N
         load_suite(str(write(tmp_path / "d", suite_dot_toml="", fixtures_dot_jsonl=rows * 2)))
     with pytest.raises(RequestError, match=r"cannot be read: line 1: .*; line 2: a row of JSONL needs"):
         load_suite(str(write(tmp_path / "e", x_dot_jsonl="nothing\n{}\n") / "x.jsonl"))
-    bad = write(tmp_path / "f", suite_dot_toml="schema = 's.json'", s_dot_json='{"type": "banana"}', fixtures_dot_jsonl=rows)
+    bad = write(
+        tmp_path / "f", suite_dot_toml="schema = 's.json'", s_dot_json='{"type": "banana"}', fixtures_dot_jsonl=rows
+    )
     with pytest.raises(RequestError, match=r"the schema .*s\.json cannot be used"):
         load_suite(str(bad))
 

@@ -46,7 +46,7 @@ def eval(  # the verb's name
     if smoke and (against or against_source):
         raise RequestError("--traces judges one bundle alone: leave --against out.")
     loaded = load_suite(suite)
-    loaded.of_split("trace" if smoke else split)
+    loaded.of_split(split)
     opened = open_bundle(bundle, verify_hashes=True)
     if smoke:
         record = smoke_run(opened, loaded, engine, fast)
@@ -80,10 +80,11 @@ def evaluate_bundle(
 
 
 def smoke_run(bundle: Bundle, suite: Suite, engine: str = "cpu", fast: bool = False) -> dict[str, Any]:
-    """The traces of the suite, all asked now: their times are part of the answer."""
+    """The traces of the suite (all fixtures where it has none), asked now: their times are part of the answer."""
+    split = "trace" if any(f.split == "trace" for f in suite.fixtures) else "all"
     answerer = ChainAnswerer(suite, Chain(bundle, open_engine(engine, fast=fast)), reuse=False)
     with progress(f"traces {bundle.path.name}") as report:
-        return traces(evaluate(suite, "trace", answerer, None, lambda d, t: report(d, t, "requests")))
+        return traces(evaluate(suite, split, answerer, None, lambda d, t: report(d, t, "requests")))
 
 
 def _evaluated(answerer: Answerer, suite: Suite, split: str, name: str, fresh: bool) -> Evaluation:

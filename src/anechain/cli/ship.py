@@ -1,6 +1,7 @@
 """`anechain ship`: lint, gate, traces, fixtures and score in one run, one verdict, one card."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,6 +10,7 @@ from rich.text import Text
 
 from anechain.bundle.manifest import TOKENIZER, Bundle, open_bundle, write_atomically
 from anechain.cli.console import err, out, plain, print_json, progress
+from anechain.cli.doctor import this_machine
 from anechain.cli.eval import DEFAULT_SUITE, evaluate_bundle, show, smoke_run
 from anechain.cli.gate import gate_bundle
 from anechain.cli.gate import show as show_gate
@@ -17,7 +19,9 @@ from anechain.errors import RequestError
 from anechain.judge.card import html, model_card, series
 from anechain.judge.evaluate import compare
 from anechain.judge.lint import lint
+from anechain.judge.measured import refuse_diverged
 from anechain.judge.prepare import load_baseline
+from anechain.judge.record import read_record
 from anechain.judge.ship import Evidence, Thresholds, Verdict, append_history, card_data, decide
 from anechain.judge.suite import Suite, load_suite
 from anechain.run.tokenizer import Tokenizer
@@ -29,6 +33,7 @@ def ship(
     suite: Annotated[str, typer.Option(help="a suite's folder, a .jsonl file, or a shipped suite")] = DEFAULT_SUITE,
     engine: Annotated[str, typer.Option(help="of fixtures and score: cpu or coreml")] = "cpu",
     thresholds: Annotated[Path | None, typer.Option(metavar="FILE", help="a TOML file instead of the built-in")] = None,
+    record: Annotated[Path | None, typer.Option(metavar="FILE", help="what `doctor --record` wrote on a Mac")] = None,
     override: Annotated[str, typer.Option(metavar="REASON", help="sign off in spite of a failed part")] = "",
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="DIR", help="of the card")] = None,
     write_model_card: Annotated[bool, typer.Option("--model-card", help="also write README.md")] = False,
@@ -40,7 +45,10 @@ def ship(
     if override and not override.strip():
         raise RequestError("--override needs a reason: say why a failed part is signed off.")
     candidate, base = (open_bundle(path, verify_hashes=True) for path in (bundle, against))
-    evidence = gather(candidate, base, loaded, limits, engine)
+    made_on_a_mac = read_record(record) if record else None
+    if engine == "coreml":
+        refuse_diverged(candidate, this_machine())
+    evidence = replace(gather(candidate, base, loaded, limits, engine), record=made_on_a_mac)
     verdict = decide(evidence, limits, engine, override)
     card = plain(card_data(evidence, verdict, limits, series(candidate, evidence.gate)))
     folder = output or bundle
@@ -89,5 +97,7 @@ def report(evidence: Evidence, verdict: Verdict, folder: Path) -> None:
         out.print(f"    {reason}")
     if verdict.override and not verdict.passed:
         out.print(Text(f"    signed off all the same: {verdict.override}", "red"))
-    out.print("ANE: not measured")
+    out.print(f"ANE: {verdict.ane.title}")
+    for reason in verdict.ane.reasons:
+        out.print(f"    {reason}")
     err.print(f"{folder / 'card.html'}, {folder / 'card.json'}")

@@ -70,7 +70,7 @@ def answer_for(bundle: Bundle, machine: Machine, records: Iterable[Stored]) -> J
     all that was tried diverged is broken for every form.
     """
     tried = _tried(machine, bundle.tools.get("coremltools", ""), records)
-    mine = [(t, s) for t, s in tried if _same_form(t.configuration, configuration_of(bundle))]
+    mine = [(t, s) for t, s in tried if same_form(t.configuration, configuration_of(bundle))]
     if not mine and any(t.status != "broken" for t, _ in tried):
         return UNKNOWN
     for status in ("broken", "works"):
@@ -150,6 +150,7 @@ def _machine(record: Record) -> Machine:
     return parse_machine(record.os, record.chip)
 
 
-def _same_form(tried: Configuration, wanted: Configuration) -> bool:
+def same_form(tried: Configuration, wanted: Configuration) -> bool:
+    """Whether two configurations are of the same form: the model, the context and the function do not count."""
     parts = ("recipe", "target", "layers_per_package", "state_update", "norm", "activations", "prefill")
     return all(getattr(tried, part) == getattr(wanted, part) for part in parts)

@@ -7,11 +7,10 @@ variable. The text is drawn as outlines: every browser shows the same widths.
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 ROLES = {
     "ink": "#010101", "muted": "#020202", "grid": "#030303", "first": "#040404", "second": "#050505",
@@ -29,8 +28,11 @@ _STYLE: dict[str, Any] = {
 SIZE_IN = (7.2, 2.9)
 
 
-def _svg(draw: Callable[[Axes], None], title: str, size_in: tuple[float, float] = SIZE_IN) -> str:
+def _svg(draw: Callable[["Axes"], None], title: str, size_in: tuple[float, float] = SIZE_IN) -> str:
     """One plot as an `<svg>` element with a title for readers that cannot see it."""
+    import matplotlib  # here: it takes half a second, and the command line would pay it for every verb
+    from matplotlib.figure import Figure
+
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=size_in)
         axes = figure.add_subplot()
@@ -56,7 +58,7 @@ def cosine_by_step(runs: Sequence[Mapping[str, Any]], limit: float, profile: str
     """1 - cosine of the logits, for each position in the order judged; `runs` are {"name", "cosine"}."""
     kind = "cosine" if profile == "m8" else "centred cosine"
 
-    def draw(axes: Axes) -> None:
+    def draw(axes: "Axes") -> None:
         for role, run in zip(SERIES, runs, strict=False):
             values = [max(1 - c, 1e-8) for c in run["cosine"]]
             _line(axes, values, role, run["name"])
@@ -71,7 +73,7 @@ def cosine_by_step(runs: Sequence[Mapping[str, Any]], limit: float, profile: str
 def kl_by_step(runs: Sequence[Mapping[str, Any]], limit: float | None, profile: str) -> str:
     """KL divergence in nats; `runs` are {"name", "kl"}, `limit` that of the mean where the profile has one."""
 
-    def draw(axes: Axes) -> None:
+    def draw(axes: "Axes") -> None:
         for role, run in zip(SERIES, runs, strict=False):
             values = [max(k, 1e-9) for k in run["kl"]]
             _line(axes, values, role, run["name"])
@@ -87,8 +89,8 @@ def kl_by_step(runs: Sequence[Mapping[str, Any]], limit: float | None, profile: 
 def latency(bundles: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
     """Every run of both bundles, first token and pace; `bundles` are {"name", "first_token_ms", "tok_per_s"}."""
 
-    def points(key: str, unit: str) -> Callable[[Axes], None]:
-        def draw(axes: Axes) -> None:
+    def points(key: str, unit: str) -> Callable[["Axes"], None]:
+        def draw(axes: "Axes") -> None:
             for place, (role, bundle) in enumerate(zip(SERIES, bundles, strict=False)):
                 values = sorted(bundle[key])
                 axes.barh(place, values[len(values) // 2], height=0.55, color=ROLES[role], alpha=0.35)
@@ -113,7 +115,7 @@ def latency(bundles: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
 def bytes_by_layer(parts: Sequence[Mapping[str, Any]]) -> str:
     """Weight bytes of each layer, and of embedding and head; `parts` are {"name", "bytes"}."""
 
-    def draw(axes: Axes) -> None:
+    def draw(axes: "Axes") -> None:
         names = [p["name"] for p in parts]
         axes.bar(range(len(parts)), [p["bytes"] / 1e6 for p in parts], color=ROLES["first"], width=0.75)
         # A label for every bar would overlap from some twenty on.
@@ -135,7 +137,7 @@ def bytes_by_layer(parts: Sequence[Mapping[str, Any]]) -> str:
 def rates(groups: Sequence[Mapping[str, Any]], names: tuple[str, str]) -> str:
     """Pass rates with their intervals; `groups` are {"name", "rate", "interval", "other", "other_interval"}."""
 
-    def draw(axes: Axes) -> None:
+    def draw(axes: "Axes") -> None:
         for role, offset, rate, interval, name in (
             ("first", -0.17, "rate", "interval", names[0]), ("second", 0.17, "other", "other_interval", names[1]),
         ):  # fmt: skip
@@ -154,11 +156,11 @@ def rates(groups: Sequence[Mapping[str, Any]], names: tuple[str, str]) -> str:
     return _svg(draw, "Pass rates", (7.2, 0.9 + 0.36 * len(groups)))
 
 
-def _line(axes: Axes, values: Sequence[float], role: str, name: str) -> None:
+def _line(axes: "Axes", values: Sequence[float], role: str, name: str) -> None:
     axes.semilogy(range(1, len(values) + 1), values, ".-", color=ROLES[role], lw=0.8, ms=3, label=name)
 
 
-def _legend(axes: Axes) -> None:
+def _legend(axes: "Axes") -> None:
     """Above the axes, where it covers nothing."""
     count = len(axes.get_legend_handles_labels()[0])
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=min(count, 3), fontsize=8, borderaxespad=0.3)

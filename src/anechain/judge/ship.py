@@ -8,7 +8,7 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
@@ -16,11 +16,13 @@ from typing import Any
 
 from anechain.bundle.manifest import MANIFEST, Bundle, sha256_of
 from anechain.errors import RequestError
+from anechain.judge.ane import AneAnswer, ane_answer
 from anechain.judge.evaluate import Comparison
 from anechain.judge.gate import Result
 from anechain.judge.lint import Report
 from anechain.judge.machine import architecture
 from anechain.judge.paired import mcnemar, paired_interval
+from anechain.judge.record import Record
 from anechain.judge.score import ScorePair
 
 HISTORY = "history.jsonl"
@@ -30,6 +32,7 @@ LIMITS: dict[str, dict[str, type]] = {
     "traces": {"min_valid": float},
     "fixtures": {"max_loss_pp": float, "min_pass_rate": float},
     "score": {"min_speed_ratio": float, "max_accuracy_loss_pp": float, "min_cost_ratio": float},
+    "ane": {"min_share": float, "min_speed_ratio": float},
 }
 # Rates are ratios of whole numbers, so that a loss of exactly the threshold may come out a rounding above it.
 ROUNDING = 1e-9
@@ -86,6 +89,7 @@ class Evidence:
     traces: Mapping[str, Any] | None
     fixtures: Comparison | None
     score: ScorePair | None
+    record: Record | None = None  # made on a Mac
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,7 @@ class Verdict:
     engine: str
     architecture: str
     override: str = ""
+    ane: AneAnswer = field(default_factory=AneAnswer)
 
     @property
     def passed(self) -> bool:
@@ -140,10 +145,10 @@ def decide(evidence: Evidence, thresholds: Thresholds, engine: str, override: st
         _fixtures(evidence.fixtures, limits["fixtures"]),
         _score(evidence.score, limits["score"]),
     )
-    verdict = Verdict(parts, engine, architecture())
-    if override and not verdict.passed:
-        return Verdict(parts, engine, verdict.architecture, override)
-    return verdict
+    failed = [part.name for part in parts if not part.passed and part.name != "score"]
+    ane = ane_answer(evidence.bundle, evidence.base, evidence.record, failed, limits["ane"])
+    passed = all(part.passed for part in parts)
+    return Verdict(parts, engine, architecture(), "" if passed else override, ane)
 
 
 def _lint(report: Report | None, limits: Mapping[str, Any]) -> Part:
@@ -231,7 +236,7 @@ def card_data(evidence: Evidence, verdict: Verdict, thresholds: Thresholds, plot
     return {
         "verdict": verdict.title, "ships": verdict.ships, "passed": verdict.passed, "override": verdict.override,
         "reasons": verdict.reasons, "engine": verdict.engine, "architecture": verdict.architecture,
-        "numerics_engine": "reference", "ane": "not measured",
+        "numerics_engine": "reference", "ane": verdict.ane.to_json(),
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "thresholds": {"values": dict(thresholds.values), "sha256": thresholds.sha256},
         "parts": [{"name": p.name, "passed": p.passed, "summary": p.summary, "reasons": list(p.reasons)}
@@ -253,13 +258,18 @@ def card_data(evidence: Evidence, verdict: Verdict, thresholds: Thresholds, plot
 
 def _described(bundle: Bundle) -> dict[str, Any]:
     return {
-        "name": bundle.path.name, "source": bundle.source_ref, "family": bundle.spec.family,
+        "name": bundle.path.name, "source": _shown(bundle.source_ref), "family": bundle.spec.family,
         "layers": bundle.spec.n_layers, "hidden_size": bundle.spec.hidden_size, "vocab_size": bundle.spec.vocab_size,
         "recipe": bundle.recipe.name, "context": bundle.context, "prefill": bundle.prefill, "target": bundle.target,
         "packages": len(bundle.blocks) + 1, "manifest_sha256": sha256_of(bundle.path / MANIFEST), "key": bundle.key,
         "adapter_sha256": None if bundle.adapter is None else bundle.adapter.get("sha256"),
         "bytes": sum(r.bytes for r in bundle.files.values()), "tools": dict(bundle.tools),
     }  # fmt: skip
+
+
+def _shown(ref: str) -> str:
+    """A hub id or a name as it is, of a path only its last part: a card leaves the machine."""
+    return Path(ref).name if Path(ref).is_absolute() or ref.startswith((".", "~")) or Path(ref).exists() else ref
 
 
 def append_history(bundle: Bundle, card: Mapping[str, Any]) -> None:

@@ -63,7 +63,9 @@ def library(threads: int | None = None) -> Library:
             try:
                 return Library(path, threads or threads_wanted())
             except OSError as error:
-                raise EngineError(f"{path} cannot be loaded ({error}): install anechain again, or use OpenVINO.") from None
+                raise EngineError(
+                    f"{path} cannot be loaded ({error}): install anechain again, or use OpenVINO."
+                ) from None
     raise EngineError(
         "the native engine was not built when anechain was installed: install it again where a C compiler is, or use "
         "OpenVINO."

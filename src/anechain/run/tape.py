@@ -1,14 +1,14 @@
 """The native CPU engine: the packages of a stage become one tape of instructions, which a small C library runs.
 
 Weights stay int8 or fp16, repacked once; results lie in one arena, planned when a stage is loaded; a step allocates
-nothing. Everything that is not a matrix is computed in float32, and nothing is rounded between the ops of a package. Two
-modes differ where an int8 matrix meets activations: "exact" rounds them to 15 bits and "fast" to 8, with one scale for
+nothing. What is not a matrix is computed in float32, and nothing is rounded between the ops of a package. The two modes
+differ where an int8 matrix meets activations: "exact" rounds them to 15 bits and "fast" to 8, with one scale for
 a few inputs (tape_graph.GROUPS). fp16 and fp32 matrices meet float32 activations in both.
 """
 
 import mmap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -16,15 +16,15 @@ import numpy as np
 
 from anechain.bundle.program import Function, Op, Program, Value, read_program
 from anechain.errors import EngineError
-from anechain.run.engine import State
+from anechain.run.engine import HostMemory, State
 from anechain.run.native import Library, library
 from anechain.run.past_cells import CELLS
 from anechain.run.stage_plan import HIDDEN, HIDDEN_OUT, Arrays, HeldState, StagePlan, Write
 from anechain.run.tape_graph import BITS, Graph
 from anechain.run.tape_ops import OPS, Translation, faults
-from anechain.run.tape_plan import ALIGNMENT, ARENA, FIRST_FREE, FIXED, WEIGHTS, Code, Instruction, Ref, arranged, tape_of
+from anechain.run.tape_plan import ARENA, FIRST_FREE, FIXED, WEIGHTS, Code, Instruction, Ref, arranged, tape_of
 from anechain.run.tape_view import Memory, View, joined, strides_of, whole
-from anechain.run.tape_weights import Matrices
+from anechain.run.tape_weights import Matrices, huge
 
 _SIZES = {"fp16": 2, "fp32": 4}
 
@@ -51,7 +51,7 @@ def _zeros(shape: Sequence[int]) -> np.ndarray:
     return np.frombuffer(mmap.mmap(-1, max(size, 1)), np.float16, int(np.prod(shape))).reshape(shape)
 
 
-class TapeEngine:
+class TapeEngine(HostMemory):
     """All cores. Raises EngineError where the native library is not built or the processor lacks what it needs."""
 
     def __init__(self, mode: Literal["exact", "fast"], threads: int | None = None) -> None:
@@ -74,8 +74,8 @@ class TapeEngine:
         found = [fault for program in programs for fault in faults(program)]
         if found:
             raise EngineError(
-                f"the {self.name} engine cannot run {'; '.join(found)}: use another engine, or write the program with "
-                f"the ops that it knows, {', '.join(sorted(OPS))}."
+                f"the {self.name} engine cannot run {'; '.join(found)}: use --engine openvino, or write the program "
+                f"with the ops that it knows, {', '.join(sorted(OPS))}."
             )
         return TapeStage(self._library, BITS[self._mode], programs)
 
@@ -121,29 +121,34 @@ class _Tape:
         self._count = FIRST_FREE
         self.scratch_bytes = 64
         ports = {v.name: self._port(v.name, v) for v in self._plan.inputs.values() if v.dtype in _SIZES}
-        values: list[View] = []
+        values: list[list[View]] = []  # for each write what lies side by side along the first axis
         for i, (program, function) in enumerate(zip(programs, self._plan.functions, strict=True)):
             states = {v.name: self._port(f"{i}/{v.name}", v) for v in function.states}
-            writes = [write for write in self._plan.writes if write.package == i]
+            pieces = [_pieces(function, write.value) for write in self._plan.writes if write.package == i]
             translation = Translation(program, function, {**ports, **states}, matrices, bits, self._box)
-            translation.make([v.name for v in function.outputs] + [write.value for write in writes])
+            translation.make([v.name for v in function.outputs] + [n for names in pieces for n in names])
             graph = translation.graph
             given = {v.name: graph.view(v.name) for v in function.outputs}
             if i + 1 < len(programs):
                 ports[HIDDEN] = given.pop(HIDDEN_OUT)
             for output, view in given.items():
                 graph.copy_into(self._port(f"out {output}", self._plan.outputs[output]), view)
-            for write in writes:  # a state is read as it was: what is written and lies in a slot is put aside first
-                view = graph.view(write.value)
-                values.append(graph.copy(view, True) if view.memory.slot >= FIRST_FREE else view)
+            for names in pieces:  # a state is read as it was: what is written and lies in a slot is put aside first
+                own = [graph.view(name) for name in names]
+                values.append([graph.copy(v, True) if v.memory.slot >= FIRST_FREE else v for v in own])
             self._take(graph)
         self._instructions.append(Instruction(Code.BARRIER, (), (), (), True))
         graph = Graph(self._plan.functions[0], {}, matrices, bits)
-        for write, view in zip(self._plan.writes, values, strict=True):
-            size = int(np.prod(write.state.shape)) * 2
-            memory = Memory(size, self._slot())
-            self._boxes.append((memory.slot, f"{write.package}/{write.state.name}", write, view.shape))
-            graph.copy_into(_placed(memory, view.shape, write.state.shape), view)
+        for write, views in zip(self._plan.writes, values, strict=True):
+            memory, rows = Memory(int(np.prod(write.state.shape)) * 2, self._slot()), 0
+            for view in views:
+                place = _placed(memory, view.shape, write.state.shape)
+                if rows:
+                    place = replace(place, offset=rows * strides_of(write.state.shape)[0])
+                graph.copy_into(place, view)
+                rows += view.shape[0] if len(views) > 1 else 0
+            shape = (rows, *views[0].shape[1:]) if rows else views[0].shape
+            self._boxes.append((memory.slot, f"{write.package}/{write.state.name}", write, shape))
         self._take(graph)
 
     def _take(self, graph: Graph) -> None:
@@ -169,8 +174,7 @@ class _Tape:
     def finish(self, weights: int) -> None:
         """Plans the memory; `weights`: the address of the packed matrices."""
         size = arranged(self._instructions)
-        self._arena = np.zeros(size + ALIGNMENT, np.uint8)
-        begin = -(-_address(self._arena) // ALIGNMENT) * ALIGNMENT
+        begin, self._arena = huge(size)
         self._tape = tape_of(self._instructions, self._native.threads)
         operands = [word.memory for made in self._instructions for word in made.words if isinstance(word, Ref)]
         self._constants = [memory.owner for memory in operands if memory is not None and memory.slot == FIXED]
@@ -198,6 +202,16 @@ class _Tape:
             else:
                 self._slots[slot] = int(self._slots[ARENA]) + of.at + offset
         self._native.run(self._tape, self._slots, self.times)
+
+
+def _pieces(function: Function, name: str) -> list[str]:
+    """The values that a concat along the first axis puts side by side, which are written one by one; else the value."""
+    for op in function.ops:
+        if op.type == "concat" and op.outputs[0].name == name:
+            axis, interleave = (function.consts.get(op.inputs.get(p, ("",))[0]) for p in ("axis", "interleave"))
+            if axis is not None and int(axis) == 0 and not np.any(interleave):
+                return list(op.inputs["values"])
+    return [name]
 
 
 def _address(array: np.ndarray) -> int:

@@ -12,11 +12,12 @@ from typing import Literal
 import numpy as np
 
 from anechain.run.ops_weight import WEIGHTS
-from anechain.run.tape_plan import FIXED, WEIGHTS as WEIGHTS_SLOT, Code, Instruction, Ref, tape_of
+from anechain.run.tape_plan import FIXED, Code, Instruction, Ref, tape_of
+from anechain.run.tape_plan import WEIGHTS as WEIGHTS_SLOT
 from anechain.run.tape_view import Memory
 
 GROUP = 32  # the depth of a packed int8 matrix is a multiple of it, and so is every group of activations
-BLOCK = 16  # rows in a vector
+BLOCK, PANEL = 16, 64  # rows in a vector, and rows that an int8 kernel does at once
 _HUGE = 2 << 20
 _PORTION = 32 << 20  # bytes that are packed before the pages they were read from are given back
 
@@ -28,7 +29,7 @@ def fixed(array: np.ndarray) -> Memory:
 
 @dataclass(frozen=True)
 class Matrix:
-    """[rows, depth], packed. int8: one scale a row, or one for every GROUP inputs of a row ([N / 16][K / GROUP][16])."""
+    """[rows, depth], packed. int8: one scale a row, or for every GROUP inputs of a row ([N / 64][K / GROUP][64])."""
 
     kind: Literal["int8", "fp16", "fp32"]
     rows: int
@@ -49,7 +50,7 @@ class Stored:
 
     def dense(self) -> np.ndarray:
         parts = {"data": self.data, "scale": self.scale}
-        return WEIGHTS["constexpr_blockwise_shift_scale"](None, **parts, **self._more())  # type: ignore[arg-type]
+        return WEIGHTS["constexpr_blockwise_shift_scale"](None, **parts, **self._more())
 
     def _more(self) -> dict[str, np.ndarray]:
         return {} if self.offset is None else {"offset": self.offset}
@@ -98,14 +99,14 @@ class Matrices:
             return None
         scales = np.repeat(weight.scale.reshape(len(weight.scale), parts), rows // len(weight.scale), axis=0)
         scales = scales.astype(np.float32)  # [rows, parts]
-        memory = self._room(-(-rows // BLOCK) * BLOCK * padded)
+        memory = self._room(-(-rows // PANEL) * PANEL * padded)
         self._add(Code.PACK8, (rows, depth, padded, Ref(fixed(data)), Ref(memory)), data, memory.size)
         if parts == 1:
             return Matrix("int8", rows, depth, padded, memory, row_scales=fixed(scales))
         groups = depth // GROUP
-        full = np.zeros((-(-rows // BLOCK) * BLOCK, groups), np.float32)
+        full = np.zeros((-(-rows // PANEL) * PANEL, groups), np.float32)
         full[:rows] = np.repeat(scales, part // GROUP, axis=1)
-        tiled = np.ascontiguousarray(full.reshape(-1, BLOCK, groups).transpose(0, 2, 1))
+        tiled = np.ascontiguousarray(full.reshape(-1, PANEL, groups).transpose(0, 2, 1))
         return Matrix("int8", rows, depth, padded, memory, part_scales=fixed(tiled))
 
     def _room(self, size: int) -> Memory:
@@ -118,11 +119,7 @@ class Matrices:
 
     def pack(self, run: Callable[[np.ndarray, np.ndarray], None]) -> tuple[int, object]:
         """Packs all of them with `run` (a tape and its slots); returns where they begin, and what keeps them alive."""
-        held = mmap.mmap(-1, self._size + _HUGE)
-        address = np.frombuffer(held, np.uint8).__array_interface__["data"][0]
-        begin = -(-address // _HUGE) * _HUGE
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            held.madvise(mmap.MADV_HUGEPAGE)
+        begin, held = huge(self._size)
         portion: list[tuple[Instruction, np.ndarray, int]] = []
         for job in [*self._jobs, None]:
             if job is not None:
@@ -134,6 +131,15 @@ class Matrices:
                 portion.clear()
         self._jobs.clear()
         return begin, held
+
+
+def huge(size: int) -> tuple[int, object]:
+    """The address of `size` zero bytes, in pages of 2 MB where the system has them; and what keeps them."""
+    held = mmap.mmap(-1, size + _HUGE)
+    address = np.frombuffer(held, np.uint8).__array_interface__["data"][0]
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        held.madvise(mmap.MADV_HUGEPAGE)
+    return -(-address // _HUGE) * _HUGE, held
 
 
 def _give_back(array: np.ndarray) -> None:

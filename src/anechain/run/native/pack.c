@@ -32,15 +32,15 @@ INLINE void transposed(__m512i r[16]) {
     }
 }
 
-/* w: rows (N), depth (K), padded depth, in: slot, offset, out: slot, offset. Threads divide the blocks of rows.
-   i8 [N, K] -> [N / 16][padded / 4][16][4] of w + 128; what pads is 0. */
+/* w: rows (N), depth (K), padded depth, in: slot, offset, out: slot, offset. Threads divide the panels of 64 rows.
+   i8 [N, K] -> [N / 64][padded / 4][64][4] of w + 128; what pads is 0. */
 AVX void run_pack8(const Run *run, const int64_t *w) {
     int64_t rows = w[0], depth = w[1], padded = w[2], from, to;
     const int8_t *in = (const int8_t *)operand(run, w + 3);
     uint8_t *out = (uint8_t *)operand(run, w + 5);
     __m512i flip = _mm512_set1_epi8((char)0x80);
-    share(run, (rows + BLOCK - 1) / BLOCK, &from, &to);
-    for (int64_t b = from; b < to; b++)
+    share(run, (rows + 4 * BLOCK - 1) / (4 * BLOCK), &from, &to);
+    for (int64_t b = 4 * from; b < 4 * to; b++)
         for (int64_t k = 0; k < padded; k += 64) {
             __m512i r[16];
             __mmask64 m = depth - k >= 64 ? ~0ull : depth <= k ? 0 : (1ull << (depth - k)) - 1;
@@ -50,8 +50,9 @@ AVX void run_pack8(const Run *run, const int64_t *w) {
             }
             transposed(r);
             int64_t quads = padded - k < 64 ? (padded - k) / 4 : 16;
+            uint8_t *place = out + b / 4 * 64 * padded + k * 64 + b % 4 * 64;
             for (int64_t i = 0; i < quads; i++)
-                _mm512_stream_si512((void *)(out + b * BLOCK * padded + (k + 4 * i) * BLOCK), _mm512_xor_si512(r[i], flip));
+                _mm512_stream_si512((void *)(place + 256 * i), _mm512_xor_si512(r[i], flip));
         }
     _mm_sfence();
 }
