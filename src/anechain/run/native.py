@@ -4,11 +4,15 @@ import ctypes
 import functools
 import importlib.machinery
 import os
+import time
 from pathlib import Path
 
 import numpy as np
 
 from anechain.errors import EngineError
+from anechain.run.tape_plan import FIXED, Code, Instruction, Ref, tape_of
+from anechain.run.tape_view import Memory
+from anechain.run.tape_weights import huge
 
 _NAME = "_native"
 _BASE_BYTES = 64
@@ -44,6 +48,18 @@ class Library:
         """
         where = [None if a is None else a.__array_interface__["data"][0] for a in (tape, slots, times)]
         self._library.anechain_run(*where)
+
+    def read_bandwidth(self, size: int = 1 << 28, times: int = 7) -> float:
+        """Bytes a second that all threads together read from memory: the best of some times over `size` bytes."""
+        begin, held = huge(size)
+        np.frombuffer(held, np.uint8)[...] = 1  # pages that nobody wrote to are all the same page of zeros
+        tape = tape_of([Instruction(Code.READ, (size, Ref(Memory(size, FIXED, begin))), (), (), True)], self.threads)
+        best = 0.0
+        for _ in range(times):
+            start = time.perf_counter()
+            self.run(tape, np.zeros(3, np.uint64))
+            best = max(best, size / (time.perf_counter() - start))
+        return best
 
 
 def threads_wanted() -> int:

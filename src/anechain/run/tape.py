@@ -22,7 +22,18 @@ from anechain.run.past_cells import CELLS
 from anechain.run.stage_plan import HIDDEN, HIDDEN_OUT, Arrays, HeldState, StagePlan, Write
 from anechain.run.tape_graph import BITS, Graph
 from anechain.run.tape_ops import OPS, Translation, faults
-from anechain.run.tape_plan import ARENA, FIRST_FREE, FIXED, WEIGHTS, Code, Instruction, Ref, arranged, tape_of
+from anechain.run.tape_plan import (
+    ARENA,
+    FIRST_FREE,
+    FIXED,
+    WEIGHTS,
+    Code,
+    Instruction,
+    Ref,
+    arranged,
+    codes_of,
+    tape_of,
+)
 from anechain.run.tape_view import Memory, View, joined, strides_of, whole
 from anechain.run.tape_weights import Matrices, huge
 
@@ -101,6 +112,21 @@ class TapeStage:
         packages = [{n: _zeros(v.shape) for n, v in states.items()} for states in self._plan.states]
         return CellState(packages, self._plan, [0])
 
+    def watch(self, function: str) -> None:
+        """Begins to take the time of every instruction, anew."""
+        tape = self._tapes[function]
+        tape.times = np.zeros(len(codes_of(tape.tape)), np.int64)
+
+    def watched(self, function: str) -> dict[str, float]:
+        """Seconds on the first thread since `watch`, by kind of instruction ("linear8", "attention", "barrier" ...)."""
+        tape = self._tapes[function]
+        spent: dict[str, float] = {}
+        if tape.times is not None:
+            for code, nanoseconds in zip(codes_of(tape.tape), tape.times.tolist(), strict=True):
+                spent[code.name.lower()] = spent.get(code.name.lower(), 0.0) + nanoseconds * 1e-9
+        tape.times = None
+        return spent
+
     def step(self, function: str, inputs: Arrays, state: State | None, outputs: Arrays) -> None:
         self._plan.check(function, inputs, state, outputs)
         held = state if isinstance(state, CellState) else CellState([], self._plan, [0])
@@ -174,7 +200,7 @@ class _Tape:
         """Plans the memory; `weights`: the address of the packed matrices."""
         size = arranged(self._instructions)
         begin, self._arena = huge(size)
-        self._tape = tape_of(self._instructions, self._native.threads)
+        self.tape = tape_of(self._instructions, self._native.threads)
         operands = [word.memory for made in self._instructions for word in made.words if isinstance(word, Ref)]
         self._constants = [memory.owner for memory in operands if memory is not None and memory.slot == FIXED]
         self._instructions = []
@@ -200,7 +226,7 @@ class _Tape:
                 state.used[0] = max(state.used[0], box[CELLS].stop if len(box) > CELLS else 0)
             else:
                 self._slots[slot] = int(self._slots[ARENA]) + of.at + offset
-        self._native.run(self._tape, self._slots, self.times)
+        self._native.run(self.tape, self._slots, self.times)
 
 
 def _pieces(function: Function, name: str) -> list[str]:

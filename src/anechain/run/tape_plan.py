@@ -32,6 +32,7 @@ class Code(IntEnum):
     PACK_FLOAT = 13
     NORM = 14
     ROTATE = 15
+    READ = 16
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,15 @@ def arranged(instructions: Sequence[Instruction]) -> int:
 def _room(memory: Memory) -> int:
     """With a few lines more: tensors a multiple of 4 kB apart keep each other waiting in the first cache."""
     return -(-memory.size // ALIGNMENT) * ALIGNMENT + 5 * ALIGNMENT
+
+
+def codes_of(tape: np.ndarray) -> list[Code]:
+    """What the instructions of a tape are, without its end."""
+    codes, at = [], 0
+    while tape[at] != Code.END:
+        codes.append(Code(int(tape[at])))
+        at += int(tape[at + 1])
+    return codes
 
 
 def tape_of(instructions: Sequence[Instruction], threads: int) -> np.ndarray:

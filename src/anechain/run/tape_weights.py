@@ -133,7 +133,7 @@ class Matrices:
         return begin, held
 
 
-def huge(size: int) -> tuple[int, object]:
+def huge(size: int) -> tuple[int, mmap.mmap]:
     """The address of `size` zero bytes, in pages of 2 MB where the system has them; and what keeps them."""
     held = mmap.mmap(-1, size + _HUGE)
     address = np.frombuffer(held, np.uint8).__array_interface__["data"][0]

@@ -62,6 +62,6 @@ void float_tile(int rows, int blocks, int64_t depth, const float *a, int64_t lda
                 int64_t ldc, int add);
 
 Kernel run_element, run_copy, run_reduce, run_softmax, run_product, run_quantise, run_linear8, run_linear_float;
-Kernel run_span, run_attention, run_pack8, run_pack_float, run_norm, run_rotate;
+Kernel run_span, run_attention, run_pack8, run_pack_float, run_norm, run_rotate, run_read;
 
 #endif

@@ -78,3 +78,16 @@ AVX void run_pack_float(const Run *run, const int64_t *w) {
             }
     }
 }
+
+/* w: bytes, in: slot, offset. Threads divide the bytes. Reads, for the speed at which memory can be read. */
+AVX void run_read(const Run *run, const int64_t *w) {
+    int64_t from, to;
+    share(run, w[0] / 256, &from, &to);
+    __m512i sums[4] = {_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512()};
+    const char *in = operand(run, w + 1);
+    for (int64_t i = from; i < to; i++)
+        for (int j = 0; j < 4; j++)
+            sums[j] = _mm512_add_epi64(sums[j], _mm512_loadu_si512((const void *)(in + 256 * i + 64 * j)));
+    for (int j = 1; j < 4; j++) sums[0] = _mm512_add_epi64(sums[0], sums[j]);
+    *(volatile int64_t *)run->scratch = _mm512_reduce_add_epi64(sums[0]);
+}
