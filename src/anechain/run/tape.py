@@ -20,28 +20,13 @@ from anechain.run.engine import HostMemory, State
 from anechain.run.native import Library, library
 from anechain.run.past_cells import CELLS
 from anechain.run.stage_plan import Arrays, HeldState, StagePlan, StepPlan
-from anechain.run.tape_build import SIZES, Builder, Tape
+from anechain.run.tape_build import SIZES, Compiled, Tape, compiled
+from anechain.run.tape_cache import keep, kept, key_of
 from anechain.run.tape_graph import BITS
 from anechain.run.tape_ops import OPS, faults
 from anechain.run.tape_plan import ARENA, WEIGHTS, codes_of
 from anechain.run.tape_view import strides_of
-from anechain.run.tape_weights import Job, Matrices, pack
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """A stage but for its packed matrices. Of `programs` only ports and what is written to states is used."""
-
-    programs: Sequence[Program]
-    tapes: dict[str, Tape]
-    jobs: Sequence[Job]
-    packed_bytes: int
-
-
-def compiled(programs: Sequence[Program], bits: int) -> Compiled:
-    plan, matrices = StagePlan(programs), Matrices()
-    tapes = {name: Builder(bits, programs, plan, name, matrices).tape() for name in plan.steps}
-    return Compiled(programs, tapes, matrices.jobs, matrices.size)
+from anechain.run.tape_weights import pack
 
 
 @dataclass(frozen=True)
@@ -81,17 +66,26 @@ class TapeEngine(HostMemory):
 
     def load(self, packages: Sequence[Path]) -> "TapeStage":
         """Raises EngineError, listing all, for ops that are not known, and BundleError for an unreadable package."""
-        return self.load_programs([read_program(package) for package in packages])
+        key = key_of(packages, BITS[self._mode])
+        made = kept(key, packages) if key else None
+        if made is None:
+            made = self._compiled([read_program(package) for package in packages])
+            if key:
+                keep(key, made, packages)
+        return TapeStage(self._library, made)
 
     def load_programs(self, programs: Sequence[Program]) -> "TapeStage":
         """The stage of programs that are read already."""
+        return TapeStage(self._library, self._compiled(programs))
+
+    def _compiled(self, programs: Sequence[Program]) -> Compiled:
         found = [fault for program in programs for fault in faults(program)]
         if found:
             raise EngineError(
                 f"the {self.name} engine cannot run {'; '.join(found)}: use --engine openvino, or write the program "
                 f"with the ops that it knows, {', '.join(sorted(OPS))}."
             )
-        return TapeStage(self._library, compiled(programs, BITS[self._mode]))
+        return compiled(programs, BITS[self._mode])
 
 
 class TapeStage:

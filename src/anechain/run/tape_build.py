@@ -11,7 +11,7 @@ from anechain.run.tape_graph import Graph
 from anechain.run.tape_ops import Translation
 from anechain.run.tape_plan import FIRST_FREE, Code, Constants, Instruction, arranged, tape_of
 from anechain.run.tape_view import Memory, View, joined, strides_of, whole
-from anechain.run.tape_weights import Matrices
+from anechain.run.tape_weights import Job, Matrices
 
 SIZES = {"fp16": 2, "fp32": 4}
 
@@ -130,3 +130,19 @@ def _pieces(function: Function, name: str) -> list[str]:
 def _placed(memory: Memory, shape: Sequence[int], of: Sequence[int], half: bool = True) -> View:
     """A box of `shape` in a tensor `of` another shape, from the place on that the memory begins at."""
     return View(memory, 0, tuple(joined([(n, s)]) for n, s in zip(shape, strides_of(of), strict=True)), half)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A stage but for its packed matrices. Of `programs` only ports and what is written to states is used."""
+
+    programs: Sequence[Program]
+    tapes: dict[str, Tape]
+    jobs: Sequence[Job]
+    packed_bytes: int
+
+
+def compiled(programs: Sequence[Program], bits: int) -> Compiled:
+    plan, matrices = StagePlan(programs), Matrices()
+    tapes = {name: Builder(bits, programs, plan, name, matrices).tape() for name in plan.steps}
+    return Compiled(programs, tapes, matrices.jobs, matrices.size)
