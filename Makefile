@@ -1,4 +1,5 @@
-# make demo | test | check | fast | clean. Everything is installed into .venv, and again only when pyproject.toml changes.
+# make demo | test | check | fast | clean. Everything is installed into .venv, and again only when pyproject.toml or the C
+# sources of the cpu engine change.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
@@ -81,7 +82,7 @@ $(VENV)/python.stamp:
 	fi
 	@touch $@
 
-$(VENV)/demo.stamp: pyproject.toml $(VENV)/python.stamp
+$(VENV)/demo.stamp: pyproject.toml $(wildcard src/anechain/run/native/*) $(VENV)/python.stamp
 	$(call pip,Installing anechain and its libraries (about 150 MB; a minute or so),-e .)
 	$(call pip,Installing the demo model (about 95 MB),--no-deps "$$($(BIN)/python -c '$(DEMO)')")
 	@touch $@

@@ -1,11 +1,11 @@
 """Many clients against `anechain serve`: no wrong word, no leak, no dead worker, and what serving costs.
 
-    python benchmarks/serve_load.py BUNDLE [--clients 16] [--requests 200] [--tokens 24]
+    python benchmarks/serve_load.py BUNDLE [--clients 16] [--requests 200] [--tokens 24] [--minutes 60]
 
-Starts the server itself. Every prompt is first asked alone; then `clients` threads send `requests` each, of mixed length,
-streaming and not, chat and completion, some with a schema, some of whom hang up half way. Every whole answer must equal the
-one that was given alone. The resident memory of the server is read before and after; warm-up is the first fifth. The cost
-of serving is the pace of one client's stream beside the chain's own, in turns, medians of both.
+Starts the server itself. Every prompt is first asked alone; then `clients` threads send `requests` each, of mixed
+length, streaming and not, chat and completion, some with a schema, some of whom hang up half way. Every whole answer
+must equal the one that was given alone. The resident memory of the server is read on the way; warm-up is the first
+fifth. The cost of serving is the pace of one client's stream beside the chain's own, in turns, medians of both.
 """
 
 import argparse
@@ -32,34 +32,15 @@ from anechain.run.openvino import CpuEngine
 from anechain.run.sample import Sampling
 from anechain.run.tokenizer import Tokenizer
 
-SCHEMA = {
-    "type": "object",
-    "properties": {"ok": {"type": "boolean"}},
-    "required": ["ok"],
-    "additionalProperties": False,
-}
+OK = {"ok": {"type": "boolean"}}
+SCHEMA = {"type": "object", "properties": OK, "required": ["ok"], "additionalProperties": False}
+BIAS = {"0": -100, "2": -100}  # the demo model's ends, so that every stream is as long as the next
 
 
 def jobs(tokens: int) -> list[tuple[str, dict[str, Any]]]:
     """32 requests: route and body, all with an answer that is certain."""
     rng, made = random.Random(1), list[tuple[str, dict[str, Any]]]()
-    words = [
-        "river",
-        "stone",
-        "cloud",
-        "lamp",
-        "door",
-        "seven",
-        "quiet",
-        "green",
-        "north",
-        "paper",
-        "wheel",
-        "salt",
-        "copper",
-        "garden",
-        "winter",
-    ]
+    words = ["river", "stone", "cloud", "lamp", "door", "seven", "quiet", "green", "north", "paper", "wheel", "salt"]
     for number in range(32):
         text = f"{number}. " + " ".join(rng.choices(words, k=rng.choice([2, 8, 30, 90])))
         limit: dict[str, Any] = {"max_tokens": rng.choice([4, tokens // 2, tokens]), "temperature": 0}
@@ -105,7 +86,7 @@ def ask(port: int, route: str, body: dict[str, Any], stream: bool, leave_after: 
     return "".join(said)
 
 
-def load(port: int, server: psutil.Process, clients: int, requests: int, tokens: int) -> dict[str, Any]:
+def load(port: int, server: psutil.Process, clients: int, requests: int, tokens: int, minutes: float) -> dict[str, Any]:
     made = jobs(tokens)
     alone = [ask(port, route, body, stream=False) for route, body in made]
     wrong: list[Any] = []
@@ -115,6 +96,8 @@ def load(port: int, server: psutil.Process, clients: int, requests: int, tokens:
     def client(number: int) -> None:
         rng = random.Random(number)
         for _ in range(requests):
+            if time.monotonic() > started + 60 * minutes:
+                return
             which = rng.randrange(len(made))
             stream, leave = rng.random() < 0.5, rng.randrange(1, 6) if rng.random() < 0.15 else None
             said = ask(port, *made[which], stream, leave if stream else None)
@@ -125,15 +108,14 @@ def load(port: int, server: psutil.Process, clients: int, requests: int, tokens:
                     wrong.append((which, alone[which], said))
                 if done[0] % max(1, clients * requests // 40) == 0:
                     memory.append((done[0], server.memory_info().rss))
-                    print(
-                        f"{done[0]} of {clients * requests}, {memory[-1][1] / 1e6:.0f} MB", file=sys.stderr, flush=True
-                    )
+                    said_so_far = f"{done[0]} of {clients * requests}, {memory[-1][1] / 1e6:.0f} MB, {len(wrong)} wrong"
+                    print(said_so_far, file=sys.stderr, flush=True)
 
     started = time.monotonic()
     with ThreadPoolExecutor(clients) as pool:
         list(pool.map(client, range(clients)))
     wall_s = time.monotonic() - started
-    warm = [rss for count, rss in memory if count >= clients * requests / 5]
+    warm = [rss for count, rss in memory if count >= done[0] / 5]
     return {
         "clients": clients, "requests": done[0], "left": left[0], "wrong": wrong, "wall_s": wall_s,
         "requests_per_s": done[0] / wall_s, "rss_after_warm_up": warm[0], "rss_at_the_end": warm[-1],
@@ -159,7 +141,7 @@ def served_pace(port: int, prompt: str, tokens: int) -> float:
 
 def own_pace(chain: Chain, tokenizer: Tokenizer, prompt: str, tokens: int) -> float:
     """The same without a server."""
-    sampling = Sampling(bias={2: -100.0, 0: -100.0})
+    sampling = Sampling(bias={int(key): float(value) for key, value in BIAS.items()})
     at = [
         time.perf_counter()
         for _ in generate(chain, chain.start(), tokenizer, tokenizer.encode(prompt), sampling, tokens)
@@ -190,21 +172,12 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--requests", type=int, default=200, help="of each client; 0 measures the cost alone")
     parser.add_argument("--tokens", type=int, default=24, help="the longest answer under load")
+    parser.add_argument("--minutes", type=float, default=60, help="no request begins later")
     parser.add_argument("--rounds", type=int, default=7, help="of the cost; 0 for none")
     parser.add_argument("--engine", default="cpu")
     args = parser.parse_args()
-    command = [
-        sys.executable,
-        "-m",
-        "anechain",
-        "serve",
-        str(args.bundle),
-        "--port",
-        "0",
-        "--json",
-        "--engine",
-        args.engine,
-    ]
+    command = [sys.executable, "-m", "anechain", "serve", str(args.bundle), "--port", "0", "--json"]
+    command += ["--engine", args.engine]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=dict(os.environ)
     )
@@ -217,7 +190,7 @@ def main() -> None:
         port = int(ready["url"].rpartition(":")[2])
         record: dict[str, Any] = {"server": ready}
         if args.requests:
-            record |= load(port, psutil.Process(process.pid), args.clients, args.requests, args.tokens)
+            record |= load(port, psutil.Process(process.pid), args.clients, args.requests, args.tokens, args.minutes)
         if args.rounds:
             record |= cost(port, args.bundle, args.rounds, 64)
         alive = process.poll() is None

@@ -127,12 +127,16 @@ def main() -> None:
                 inputs[f"end_{j}"] = np.int32([2 * j + 2, 3, position + 1, 64])
             out = {"hidden_out": np.zeros((1, 1, 1, 576), np.float16)}
             given = {p.name: inputs[p.name] for p in function.inputs}
-            cpu_ms = step_ms(CpuEngine("exact").load([path]), given, past.astype(np.float32), out)
+            cpu = ""
+            if name.endswith("end"):  # the cpu engine has no update of several axes whose place is an input
+                cpu = (
+                    f", cpu step {step_ms(CpuEngine('exact').load([path]), given, past.astype(np.float32), out):.1f} ms"
+                )
             reference_ms = step_ms(stage, given, past, out)
         results[name] = out["hidden_out"].astype(np.float32).ravel()
         print(
             f"{name}: {len(function.inputs)} inputs, {len(function.ops)} ops, built and saved in {build_s:.2f} s, "
-            f"reference step {reference_ms:.0f} ms, cpu step {cpu_ms:.1f} ms"
+            f"reference step {reference_ms:.0f} ms{cpu}"
         )
     first, *others = results.values()
     differences = " and ".join(f"{np.abs(first - other).max():.4f}" for other in others)

@@ -1,5 +1,8 @@
 """The form of a package: which scale lies at which end, and int8 hand-offs as the program's own ops make them."""
 
+from typing import Any
+
+import coremltools as ct
 import numpy as np
 import pytest
 from coremltools import target
@@ -38,6 +41,22 @@ def test_ports_of_each_form() -> None:
         ("hidden", "int8"),
         ("hidden_out", "int8"),
     ]
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("macOS15", "INT32"), ("macOS26", "INT8")])
+def test_coremltools_makes_int8_ports_int32_before_macos_26(name: str, dtype: str) -> None:
+    """Why int8 between packages is refused there: its converter changes them silently."""
+    oldest = getattr(target, name)
+
+    @mb.program(input_specs=[mb.TensorSpec((1, 64), types.int8)], opset_version=oldest)
+    def program(x: Any) -> Any:
+        y = mb.dequantize(input=x, scale=np.float16(0.5))
+        return mb.quantize(input=mb.abs(x=y), scale=np.float16(0.5), output_dtype="int8", name="y")
+
+    description = ct.convert(program, minimum_deployment_target=oldest, skip_model_load=True).get_spec().description
+    word = ct.proto.FeatureTypes_pb2.ArrayFeatureType.ArrayDataType.Name
+    features = [*description.input, *description.output]
+    assert [word(f.type.multiArrayType.dataType) for f in features] == [dtype, dtype]
 
 
 @given(st.floats(1e-30, 65504, allow_nan=False))

@@ -180,7 +180,7 @@ def test_a_damaged_bundle(verb: str, bundle: Path, anechain: Callable[..., Outco
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["gate", "{b}", "--engine", "gpu"], "--engine gpu is not known: use reference, cpu, coreml."),
+        (["gate", "{b}", "--engine", "gpu"], "--engine gpu is not known: use reference, cpu, openvino, coreml."),
         (["plan", "{b}", "--compute-units", "npu"], "--compute-units npu is not known: use cpu-and-ne, all, "),
         (
             ["gate", "{b}", "--compute-units", "cpu"],
@@ -198,7 +198,7 @@ def test_a_damaged_bundle(verb: str, bundle: Path, anechain: Callable[..., Outco
         (["gate"], "Missing argument 'BUNDLE' (see `anechain --help`)."),
         (["run", "{b}", "x" * 64], "the prompt has 64 tokens and the context of 64 has room for 64, answer included"),
         (["run", "{b}", ""], "the prompt has no tokens: give some text."),
-        (["run", "{b}", "hi", "--engine", "gpu"], "--engine gpu is not known: use reference, cpu, coreml."),
+        (["run", "{b}", "hi", "--engine", "gpu"], "--engine gpu is not known: use reference, cpu, openvino, coreml."),
         (["run", "{b}", "hi", "--fast"], "--fast is a mode of the cpu engine: use --engine cpu, or reference without"),
         (["run", "{b}", "hi", "--max-tokens", "0"], "--max-tokens 0 is not a whole number of at least 1."),
         (["run", "{b}", "hi", "--temperature", "-1", "--top-p", "0"], "sampling cannot use temperature -1.0 (a number"),

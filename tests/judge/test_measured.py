@@ -147,7 +147,9 @@ def test_lint_moves_what_was_measured_to_work(tmp_path: Path) -> None:
     before, after = lint(path, MACHINE), lint(path, MACHINE, records=worked)
     grave = {(f.rule, f.op) for f in before.findings if f.severity == "E"}
     assert ("K4", "kv_next") in grave and not before.overruled
-    assert ("K4", "kv_next") in {(f.rule, f.op) for f in after.overruled}
+    assert ("K4", "kv_next", "measured to work on macOS 26.0.1, M5 Pro") in {
+        (f.rule, f.op, f.basis) for f in after.overruled
+    }
     assert not [f for f in after.findings if f.severity == "E"] and after.clean
     assert lint(path, Machine("macOS", (26, 0, 1), "M5"), records=worked).overruled == ()
 

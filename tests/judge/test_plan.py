@@ -11,7 +11,7 @@ import pytest
 from anechain.bundle.manifest import Bundle
 from anechain.bundle.program import read_program
 from anechain.cli import plan as verb
-from anechain.errors import BundleError
+from anechain.errors import BundleError, EngineError
 from anechain.judge.bisect import Culprit, find_culprit, first_failure
 from anechain.judge.lint import lint
 from anechain.judge.plan import engine_share, make_plan
@@ -28,6 +28,13 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     return make_bundle(SOURCE, tmp_path_factory.mktemp("plan") / "b", "fp16", 32, 32, (1, 2))
 
 
+@pytest.fixture
+def probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packages are taken to have been tried out."""
+    monkeypatch.setattr("anechain.run.coreml.probe", lambda *arguments: None)
+
+
+@pytest.mark.usefixtures("probed")
 def test_a_plan_is_what_lint_takes(bundle: Bundle, tmp_path: Path) -> None:
     made = make_plan(bundle, CoreMLEngine(make_port=SameDouble(), cache=tmp_path / "c"), lambda done, total, what: None)
     assert made.strange == 0
@@ -48,6 +55,7 @@ def test_a_plan_is_what_lint_takes(bundle: Bundle, tmp_path: Path) -> None:
     assert not [f for f in measured if "conv on" in f.detail] and len(measured) > 100
 
 
+@pytest.mark.usefixtures("probed")
 def test_names_that_core_ml_made_up_are_counted(bundle: Bundle, tmp_path: Path) -> None:
     made = SameDouble()
     plan = made.double.plan
@@ -55,6 +63,12 @@ def test_names_that_core_ml_made_up_are_counted(bundle: Bundle, tmp_path: Path) 
     planned = make_plan(bundle, CoreMLEngine(make_port=made, cache=tmp_path), lambda done, total, what: None)
     assert planned.strange == 5
     assert not [op for fs in planned.places.values() for ops in fs.values() for op in ops if op == "made_up"]
+
+
+def test_a_package_that_core_ml_ends_is_not_planned(bundle: Bundle, tmp_path: Path) -> None:
+    made = SameDouble(Manners(dies={"block-000": ("load decode", signal.SIGKILL)}))
+    with pytest.raises(EngineError, match=r"block-000\.mlpackage loaded 'decode' was ended by SIGKILL: find the layer"):
+        make_plan(bundle, CoreMLEngine(make_port=made, cache=tmp_path), lambda done, total, what: None)
 
 
 def test_the_share_of_the_cost() -> None:
@@ -177,6 +191,7 @@ def test_what_bisect_says(culprit: Culprit, code: int, text: str, capsys: pytest
     }  # fmt: skip
 
 
+@pytest.mark.usefixtures("probed")
 def test_what_a_plan_says(bundle: Bundle, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = make_plan(bundle, CoreMLEngine(make_port=SameDouble(), cache=tmp_path), lambda done, total, what: None)
     verb.show(made)

@@ -37,6 +37,7 @@ class Manners:
         default_factory=dict
     )  # package -> "compile", "load decode", "predict prefill", ...
     dies: Mapping[str, tuple[str, int]] = field(default_factory=dict)  # package -> (the same, signal or -exit code)
+    throws: frozenset[str] = frozenset()  # those of `fails` that do it with an exception of their own
     row_alignment: int = 64  # bytes
     own_strides: bool = False  # the arrays that it allocates itself have gaps between their rows
     predict_s: float = 0.0
@@ -189,6 +190,8 @@ class Double:
                 os._exit(-code)
         for start, when in self.manners.fails.items():
             if name.startswith(start) and when == doing:
+                if start in self.manners.throws:
+                    raise ValueError("NSInvalidArgumentException - no")
                 raise EngineError(f"Core ML cannot {doing}: it said that it will not.")
 
 

@@ -280,11 +280,15 @@ def test_a_package_is_compiled_and_probed_once(small: Bundle, tmp_path: Path) ->
             "`anechain plan BUNDLE --bisect`, or try other --compute-units.",
         ),
         (
+            Manners(fails={"block-001": "load decode"}, throws=frozenset({"block-001"})),
+            "while block-001.mlpackage loaded 'decode': ValueError: NSInvalidArgumentException - no.",
+        ),
+        (
             Manners(fails={"block-001": "load decode"}),
             "Core ML cannot load decode: it said that it will not.",
         ),
     ],
-    ids=["killed", "trapped", "exited", "refused"],
+    ids=["killed", "trapped", "exited", "thrown", "refused"],
 )
 def test_what_ends_the_probe_becomes_a_sentence(manners: Manners, message: str, small: Bundle, tmp_path: Path) -> None:
     """And this process, in which nothing was loaded, lives on."""

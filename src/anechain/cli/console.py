@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from anechain.errors import RequestError
+from anechain.errors import EngineError, RequestError
 from anechain.run.engine import Engine
 from anechain.run.grammar import Grammar
 
@@ -19,7 +19,7 @@ from anechain.run.grammar import Grammar
 _PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False, "soft_wrap": True}
 out = Console(**_PLAIN, width=None if sys.stdout.isatty() else 200)
 err = Console(**_PLAIN, stderr=True)
-ENGINES = ("reference", "cpu", "coreml")
+ENGINES = ("reference", "cpu", "openvino", "coreml")
 
 Report = Callable[[int, int, str], None]  # done, total, what is being done
 
@@ -67,16 +67,16 @@ def open_engine(name: str, stress: bool = False, fast: bool = False, compute_uni
     """
     if compute_units and name != "coreml":
         raise RequestError(f"--compute-units are Core ML's: use --engine coreml, or {name} without them.")
-    if fast and name != "cpu":
+    if fast and name not in ("cpu", "openvino"):
         raise RequestError(f"--fast is a mode of the cpu engine: use --engine cpu, or {name} without it.")
     if name == "reference":
         from anechain.run.reference import ReferenceEngine
 
         return ReferenceEngine(stress)
-    if name == "cpu":
-        from anechain.run.openvino import CpuEngine
+    if name in ("cpu", "openvino"):
+        from anechain.run.cpu import cpu_engine
 
-        return CpuEngine("fast" if fast else "exact")
+        return cpu_engine("fast" if fast else "exact", native=name == "cpu")
     if name == "coreml":
         from anechain.run.coreml import CoreMLEngine
 

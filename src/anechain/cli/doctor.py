@@ -12,9 +12,10 @@ from typing import Annotated, Any
 import typer
 
 from anechain.cli.console import err, out, print_json
-from anechain.errors import RequestError
+from anechain.errors import EngineError, RequestError
 from anechain.judge.compatibility import Known, Machine, chip_name, known_problems, parse_version
 from anechain.judge.measured import Stored, feature_answer, import_record, stored_records
+from anechain.run.native import library
 
 PYTHONS = ((3, 11), (3, 14))  # from, and before which
 NATIVE = ("libmilstoragepython", "libmodelpackage")  # without them a bake cannot write weights or packages
@@ -126,13 +127,26 @@ def _native_parts() -> dict[str, bool]:
 
 def _engines() -> dict[str, dict[str, Any]]:
     openvino = _version("openvino")
-    cpu = f"OpenVINO {openvino}" if openvino else "openvino is not installed: pip install openvino"
+    other = f"OpenVINO {openvino}" if openvino else "openvino is not installed: pip install openvino"
+    native = _native_fault()
     coreml = _coreml_fault()
     return {
         "reference": {"available": True, "reason": "numpy; slow, and the definition of right"},
-        "cpu": {"available": bool(openvino), "reason": cpu},
+        "cpu": {
+            "available": bool(openvino) or not native,
+            "reason": f"{other}; {native}" if native else "native, AVX-512 VNNI",
+        },
+        "openvino": {"available": bool(openvino), "reason": other},
         "coreml": {"available": not coreml, "reason": coreml or "Core ML"},
     }
+
+
+def _native_fault() -> str:
+    try:
+        library()
+    except EngineError as error:
+        return str(error).rstrip(".")
+    return ""
 
 
 def _coreml_fault() -> str:

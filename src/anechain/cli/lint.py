@@ -57,7 +57,8 @@ def show(report: Report, every: bool) -> None:
         _show_rule(group, every)
     for finding in report.overruled:
         where = "/".join(p for p in (finding.package, finding.function, finding.op) if p)
-        out.print(f"overruled: {finding.rule} at {where}: a measurement shows otherwise")
+        why = "the plan shows it on the ANE" if finding.basis == "published" else finding.basis
+        out.print(f"overruled: {finding.rule} at {where}: {why}")
     for rule, count in report.ignored.items():
         out.print(f"ignored: {rule}, {count} finding{'s' * (count != 1)}")
     if report.machine.known:

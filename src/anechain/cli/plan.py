@@ -13,7 +13,6 @@ from anechain.bundle.cache import cache_directory
 from anechain.bundle.manifest import open_bundle, write_atomically
 from anechain.cli.console import err, out, print_json, progress
 from anechain.cli.doctor import mac_model
-from anechain.errors import EngineError
 from anechain.judge.bisect import Culprit, find_culprit
 from anechain.judge.plan import Planned, make_plan
 from anechain.run.coreml import CoreMLEngine, probe
@@ -42,10 +41,7 @@ def plan(
         culprit = find_culprit(opened, original, try_out, lambda what: err.print(f"bisect: {what}"))
         return show_culprit(culprit, as_json)
     with progress("plan") as report:
-        try:
-            made = make_plan(opened, engine, report)
-        except EngineError as error:
-            raise EngineError(f"{str(error).rstrip('.')}; `anechain plan {bundle} --bisect` finds the place.") from None
+        made = make_plan(opened, engine, report)
     document = made.to_json(*mac_model())
     if output is not None:
         write_atomically(output, (json.dumps(document, indent=1) + "\n").encode())

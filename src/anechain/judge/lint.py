@@ -107,7 +107,7 @@ def lint(
         kept: list[tuple[Finding, Hit]] = []
         judged = _judge(package, machine, seen, recorded)
         contradicted = _contradicted(package, machine, seen, records)
-        overruled += contradicted
+        overruled += [replace(f, basis=f"measured to work on {machine}") for f in contradicted]
         for finding, hit, placed in judged:
             if finding in contradicted:
                 continue

@@ -94,21 +94,25 @@ class CoreMLEngine:
     def load(self, packages: Sequence[Path]) -> "CoreMLStage":
         if len(packages) != 1:
             raise EngineError("the coreml engine runs one package a stage: load each alone.")
-        package = packages[0]
-        program = read_program(package)
-        place = _Place(package, self._cache, self._port.system())
-        if not place.was_probed(self.units):
-            fault = probe(packages, self.units, self._make_port, self._cache)
-            if fault:
-                raise EngineError(fault)
-            place.set_probed(self.units)
+        program = read_program(packages[0])
+        place = self._probed(packages[0])
         return CoreMLStage(self._port, place, program, self.units, self._buffers, self._handoff)
 
     def plan(self, package: Path) -> dict[str, dict[str, Placed]]:
-        """function -> op -> where Core ML means to run it."""
-        place = _Place(package, self._cache, self._port.system())
+        """function -> op -> where Core ML means to run it. Raises what `load` raises."""
         functions = read_program(package).functions
-        return {name: dict(self._port.plan(place.compiled(self._port), name, self.units)) for name in functions}
+        compiled = self._probed(package).compiled(self._port)
+        return {name: dict(self._port.plan(compiled, name, self.units)) for name in functions}
+
+    def _probed(self, package: Path) -> "_Place":
+        """Where a package lies that was tried out, now or before."""
+        place = _Place(package, self._cache, self._port.system())
+        if not place.was_probed(self.units):
+            fault = probe([package], self.units, self._make_port, self._cache)
+            if fault:
+                raise EngineError(fault)
+            place.set_probed(self.units)
+        return place
 
 
 class _Place:
@@ -150,7 +154,8 @@ class CoreMLState:
     def __init__(self, stage: "CoreMLStage", handle: Any) -> None:
         self.stage, self.handle = stage, handle
 
-    def copy(self) -> "CoreMLState":
+    def copy(self, tokens: int | None = None) -> "CoreMLState":
+        """All of it, whatever `tokens`: a state of Core ML has one size."""
         return self.stage.copy_of(self)
 
 
@@ -344,18 +349,23 @@ def _ended(code: int) -> str:
 
 def _try_out(packages: list[Path], units: str, make_port: MakePort, cache: Path, pipe: Connection) -> None:
     """The worker's part: says what it is about to do, so that its end can be told apart."""
+    doing = "the process began"
     try:
         port = make_port()
         stages = []
         for package in packages:
 
-            def say(doing: str, name: str = package.name) -> None:
-                pipe.send(("doing", f"{name} {doing}"))
+            def say(what: str, name: str = package.name) -> None:
+                nonlocal doing
+                doing = f"{name} {what}"
+                pipe.send(("doing", doing))
 
             place = _Place(package, cache, port.system())
             stages.append(CoreMLStage(port, place, read_program(package), units, {}, Handoff(), say))
             stages[-1].try_out(say)
     except AnechainError as error:
         pipe.send((_REFUSED, str(error)))
+    except Exception as error:  # an exception of Objective-C comes as PyObjC's own
+        pipe.send((_REFUSED, f"while {doing}: {type(error).__name__}: {error}."))
     else:
         pipe.send((_DONE, ""))

@@ -5,14 +5,14 @@ side by side, and mixes the values with what comes out. Programs that say it oth
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from anechain.bundle.program import Function, Op
+from anechain.bundle.program import Op
 from anechain.bundle.spec import MASKED
 from anechain.run.tape_graph import Graph
+from anechain.run.tape_match import Match, Matcher, NoMatchError
 from anechain.run.tape_plan import ARENA, FIRST_FREE, Code, Ref, ref
 from anechain.run.tape_view import Axis, Memory, View, cut, joined
 from anechain.run.tape_weights import fixed
@@ -20,9 +20,45 @@ from anechain.run.tape_weights import fixed
 _TILE = 64  # as in native/attention.c
 
 
+def attention(m: Matcher, last: Op) -> Match:
+    """The mixes of the past and of the present, added, with one soft maximum over both behind their weights."""
+    if len(last.outputs[0].shape) != 4:
+        raise NoMatchError
+    sides = [_product(m, last.inputs[p][0], False) for p in ("x", "y")]
+    (past_weights, past_value), (new_weights, value) = sides
+    split = m.maker(past_weights, "split")
+    if [v.name for v in split.outputs] != [past_weights, new_weights]:
+        raise NoMatchError
+    soft = m.maker(split.inputs["x"][0], "softmax")
+    both = m.maker(soft.inputs["x"][0], "concat")
+    if any(int(m.const(op, "axis", -1)) not in (-1, 3) for op in (split, soft, both)) or m.const(
+        both, "interleave", False
+    ):
+        raise NoMatchError
+    before, now = both.inputs["values"]
+    scores, mask = m.sides(m.maker(before, "add"), "matmul")
+    q, past_key = _product(m, scores, True)
+    new_mask = None
+    if m.is_made_by(now, "add"):
+        now, new_mask = m.sides(m.maker(now, "add"), "matmul")
+    q_again, key = _product(m, now, True)
+    if q_again != q:
+        raise NoMatchError
+    names = Names(q, past_key, past_value, mask, key, value, new_mask)
+    sources = (q, past_key, past_value, mask, key, value) + ((new_mask,) if new_mask else ())
+    return Match(sources, (), lambda g: _emit(g, names))
+
+
+def _product(m: Matcher, name: str, turned: bool) -> tuple[str, str]:
+    op = m.maker(name, "matmul")
+    if bool(m.const(op, "transpose_x", False)) or bool(m.const(op, "transpose_y", False)) != turned:
+        raise NoMatchError
+    return op.inputs["x"][0], op.inputs["y"][0]
+
+
 @dataclass(frozen=True)
-class Attention:
-    """The names of its values, and the ops between them in the order of the program."""
+class Names:
+    """What an attention reads."""
 
     q: str
     past_key: str
@@ -31,96 +67,6 @@ class Attention:
     key: str
     value: str
     new_mask: str | None
-    inside: tuple[Op, ...]
-
-    @property
-    def sources(self) -> list[str]:
-        names = [self.q, self.past_key, self.past_value, self.mask, self.key, self.value]
-        return names if self.new_mask is None else [*names, self.new_mask]
-
-
-class _NoMatchError(Exception):
-    """The ops are others than those of an attention."""
-
-
-class _Finder:
-    """Walks back from the sum of two mixes; what it passes must be used nowhere else."""
-
-    def __init__(self, function: Function) -> None:
-        self._function = function
-        self._makers = {value.name: op for op in function.ops for value in op.outputs}
-        self._uses: dict[str, int] = {value.name: 1 for value in function.outputs}
-        for op in function.ops:
-            for name in (n for names in op.inputs.values() for n in names):
-                self._uses[name] = self._uses.get(name, 0) + 1
-        self._passed: dict[str, Op] = {}
-
-    def _maker(self, name: str, kind: str) -> Op:
-        op = self._makers.get(name)
-        if op is None or op.type != kind or self._uses[name] != 1:
-            raise _NoMatchError
-        self._passed[op.name] = op
-        return op
-
-    def _fixed(self, op: Op, parameter: str) -> object:
-        names = op.inputs.get(parameter)
-        return False if names is None else self._function.consts[names[0]].ravel().tolist()[0]
-
-    def _product(self, name: str, turned: bool) -> tuple[str, str]:
-        op = self._maker(name, "matmul")
-        if bool(self._fixed(op, "transpose_x")) or bool(self._fixed(op, "transpose_y")) != turned:
-            raise _NoMatchError
-        return op.inputs["x"][0], op.inputs["y"][0]
-
-    def _is(self, name: str, kind: str) -> bool:
-        return name in self._makers and self._makers[name].type == kind
-
-    def _masked(self, name: str) -> tuple[str, str]:
-        """An add of scores and a mask, in either order -> the two names."""
-        op = self._maker(name, "add")
-        sides = (op.inputs["x"][0], op.inputs["y"][0])
-        return sides if self._is(sides[0], "matmul") else sides[::-1]
-
-    def attention(self, mix: Op) -> Attention:
-        self._passed = {}
-        left, right = mix.inputs["x"][0], mix.inputs["y"][0]
-        (past_weights, past_value), (new_weights, value) = self._product(left, False), self._product(right, False)
-        split = self._maker(past_weights, "split")
-        last = len(mix.outputs[0].shape) - 1
-        if self._maker(new_weights, "split") is not split or self._fixed(split, "axis") not in (-1, last):
-            raise _NoMatchError
-        if [v.name for v in split.outputs] != [past_weights, new_weights]:
-            raise _NoMatchError
-        soft = self._maker(split.inputs["x"][0], "softmax")
-        both = self._maker(soft.inputs["x"][0], "concat")
-        axes = [self._fixed(op, "axis") if "axis" in op.inputs else -1 for op in (soft, both)]
-        if any(axis not in (-1, last) for axis in axes) or self._fixed(both, "interleave"):
-            raise _NoMatchError
-        if len(both.inputs["values"]) != 2:
-            raise _NoMatchError
-        before, now = both.inputs["values"]
-        scores, mask = self._masked(before)
-        q, past_key = self._product(scores, True)
-        new_mask = None
-        if self._is(now, "add"):
-            now, new_mask = self._masked(now)
-        q_again, key = self._product(now, True)
-        if q_again != q:
-            raise _NoMatchError
-        inside = tuple(op for op in self._function.ops if op.name in self._passed)
-        return Attention(q, past_key, past_value, mask, key, value, new_mask, inside)
-
-
-def attentions(function: Function) -> Mapping[str, Attention]:
-    """By the name of the op that ends it: the sum of what comes from the past and from the present."""
-    finder, found = _Finder(function), {}
-    for op in function.ops:
-        if op.type == "add" and len(op.outputs[0].shape) == 4:
-            try:
-                found[op.name] = finder.attention(op)
-            except (_NoMatchError, KeyError):
-                continue
-    return found
 
 
 def _stride(axis: Axis) -> int | None:
@@ -135,7 +81,7 @@ def _strided(g: Graph, view: View) -> View:
     return view if plain else g.copy(view, view.half)
 
 
-def fused(g: Graph, found: Attention) -> View | None:
+def _emit(g: Graph, found: Names) -> View | None:
     """The result [1, n_kv, G * Q, D] of one instruction; None for what it does not know."""
     past = [g.view(found.past_key), g.view(found.past_value)]
     fresh = [_strided(g, g.single(g.view(name))) for name in (found.key, found.value)]
@@ -152,7 +98,10 @@ def fused(g: Graph, found: Attention) -> View | None:
         return None
     new_mask = None
     if found.new_mask is not None:
-        if found.new_mask not in g.consts or g.const(found.new_mask).shape not in ((1, 1, rows, query), (1, 1, 1, query)):
+        if found.new_mask not in g.consts or g.const(found.new_mask).shape not in (
+            (1, 1, rows, query),
+            (1, 1, 1, query),
+        ):
             return None
         new_mask = np.ascontiguousarray(g.const(found.new_mask), np.float32).reshape(-1, query)
         if (new_mask.max(axis=1) <= MASKED).any():

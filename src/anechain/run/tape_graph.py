@@ -9,16 +9,27 @@ import numpy as np
 from anechain.bundle.program import Function, Op
 from anechain.run.tape_plan import ARENA, MAX_DIMS, Code, Instruction, Ref, ref
 from anechain.run.tape_view import (
-    Loop, Memory, View, common_loops, cut, joined, merged, part, reshaped, transposed, whole,
+    Loop,
+    Memory,
+    View,
+    common_loops,
+    cut,
+    joined,
+    merged,
+    part,
+    reshaped,
+    transposed,
+    whole,
 )  # fmt: skip
-from anechain.run.tape_weights import GROUP, Matrices, Matrix, Stored, fixed
+from anechain.run.tape_weights import GROUP, PANEL, Matrices, Matrix, Stored, fixed
 
 Name = str | None  # the value that a parameter of an op is given; None where it is left out
 _WORTH_DIVIDING = 1 << 14  # elements: less than this is done by one thread sooner than two have begun
 BITS = {"fast": 8, "exact": 15}  # of an activation that meets an int8 matrix
 # Inputs that share a scale. One token: as few as the kernel allows, the matrix is what takes time. Several tokens: the
 # sums of a group have to be scaled, which costs a quarter of the time with 32 inputs.
-GROUPS = {8: {True: 32, False: 128}, 15: {True: 32, False: 32}}  # by bits, by whether it is one token
+GROUPS = {8: {True: 32, False: 256}, 15: {True: 32, False: 128}}  # by bits, by whether it is one token
+AT_ONCE = {8: 6, 15: 3}  # tokens that the kernel multiplies together: their rounded inputs lie side by side
 
 # ELEMENT kinds, as in native/element.c.
 ADD, SUB, MUL, DIV, MAX, MIN, ABS, EXP, SIGMOID, SQRT, TANH, SILU, SQUARE = range(13)
@@ -71,15 +82,17 @@ class Graph:
             if array.dtype.kind != "f":
                 raise ValueError(f"{name} is {array.dtype}, where this engine computes with floats alone")
             single = np.ascontiguousarray(array, np.float32)
-            self.values[name] = whole(fixed(single), single.shape)
+            self.values[name] = whole(fixed(single), array.shape)
         return self.values[name]
 
     def single(self, view: View) -> View:
-        """The same in f32: f16 is widened once, however often it is read."""
+        """The same in f32, lying as it lies: f16 is widened once, however often it is read."""
         if not view.half:
             return view
         if view not in self._singles:
-            self._singles[view] = self.copy(view)
+            out, loops = self._laid(self.loops([view, view]), 0)
+            self._element(Code.COPY, 0, 0, loops, out, view, view)
+            self._singles[view] = out
         return self._singles[view]
 
     # Instructions
@@ -227,9 +240,17 @@ class Graph:
             given = self._round(x, matrix, tokens, token_stride, inside)
             row_scales, part_scales = Ref(matrix.row_scales), Ref(matrix.part_scales)
             sources = (given.high, given.low, given.scales, given.starts)
-            words: list[int | Ref] = [self.bits > 8, tokens, matrix.rows, matrix.padded, given.group, Ref(matrix.memory)]
+            words: list[int | Ref] = [
+                self.bits > 8,
+                tokens,
+                matrix.rows,
+                matrix.padded,
+                given.group,
+                Ref(matrix.memory),
+            ]
             words += [*map(Ref, sources), row_scales, part_scales, Ref(added), Ref(out), matrix.rows]
             self.emit(Code.LINEAR8, words, sources, [out], True)
+            self.scratch_bytes = max(self.scratch_bytes, tokens * PANEL * 4)
         else:
             half = matrix.kind == "fp16"
             words = [half, tokens, matrix.rows, matrix.depth, Ref(matrix.memory), ref(x), token_stride, Ref(added)]
@@ -251,9 +272,10 @@ class Graph:
         group = GROUP if matrix.part_scales else group
         key = (x, matrix.padded, group)
         if key not in self._rounded:
-            padded = tokens * matrix.padded
-            high = Memory(padded, ARENA)
-            low = Memory(padded, ARENA) if self.bits > 8 else high
+            padded, at_once = tokens * matrix.padded, 1 if tokens == 1 else AT_ONCE[self.bits]
+            size = -(-tokens // at_once) * at_once * matrix.padded
+            high = Memory(size, ARENA)
+            low = Memory(size, ARENA) if self.bits > 8 else high
             scales, starts = (Memory(padded // group * 4, ARENA) for _ in range(2))
             inner, outer = inside[-1][0], inside[0][1] if len(inside) == 2 else 0
             words = (self.bits > 8, tokens, matrix.depth, matrix.padded, group, ref(x), token_stride, inner, outer)

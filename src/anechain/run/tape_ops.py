@@ -12,10 +12,11 @@ from anechain.errors import EngineError
 from anechain.run import tape_graph as kinds
 from anechain.run.ops import DTYPES, rounded
 from anechain.run.ops_weight import WEIGHTS
-from anechain.run.tape_attention import attentions, fused
+from anechain.run.tape_attention import attention
 from anechain.run.tape_graph import Graph, Name
+from anechain.run.tape_match import Match, Matcher, gate, norm, rotation
 from anechain.run.tape_plan import ARENA, MAX_DIMS, Code, Ref, ref
-from anechain.run.tape_view import Memory, View, joined, strides_of, transposed, whole
+from anechain.run.tape_view import Axis, Memory, View, joined, strides_of, transposed, whole
 from anechain.run.tape_weights import Matrices, Stored
 
 Make = Callable[..., "View | list[View] | None"]
@@ -33,8 +34,8 @@ class Translation:
         self._program, self._function, self._box = program, function, box
 
     def make(self, wanted: Sequence[str]) -> None:
-        """Translates what these values need, in the order of the program, with attention as one instruction."""
-        found = attentions(self._function)
+        """Translates what these values need, in the order of the program; what PATTERNS finds is one instruction."""
+        found = self._matches()
         makers = {value.name: op for op in self._function.ops for value in op.outputs}
         needed: set[str] = set()
         ask = [name for name in wanted if name in makers]
@@ -48,13 +49,22 @@ class Translation:
             if op.name not in needed:
                 continue
             if op.name in found:
-                mix = fused(self.graph, found[op.name])
-                if mix is not None:
-                    self.graph.values[op.outputs[0].name] = mix
+                made = found[op.name].emit(self.graph)
+                if made is not None:
+                    self.graph.values[op.outputs[0].name] = made
                     continue
                 for inner in found[op.name].inside:
                     self._translate(inner)
             self._translate(op)
+
+    def _matches(self) -> dict[str, Match]:
+        matcher, found = Matcher(self._function), {}
+        for op in self._function.ops:
+            for pattern in PATTERNS.get(op.type, ()):
+                if (match := matcher.find(op, pattern)) is not None:
+                    found[op.name] = match
+                    break
+        return found
 
     def _translate(self, op: Op) -> None:
         arguments = {p: list(names) if p == "values" else names[0] for p, names in op.inputs.items()}
@@ -69,7 +79,7 @@ class Translation:
         except (ValueError, TypeError, LookupError) as error:
             raise EngineError(
                 f"op {op.type} named {op.name!r} in function {self._function.name!r} of {self._program.path.name} "
-                f"cannot be translated, because {str(error).rstrip('.')}: use the reference engine, or check the "
+                f"cannot be translated, because {str(error).rstrip('.')}: use --engine openvino, or check the "
                 "package with `anechain lint`."
             ) from error
 
@@ -130,7 +140,11 @@ def _cast(g: Graph, op: Op, box: Box, x: str, dtype: Name = None) -> View:
 
 
 def _gelu(g: Graph, op: Op, box: Box, x: str, mode: Name = None) -> View:
-    names = {"EXACT": kinds.GELU_ERF, "TANH_APPROXIMATION": kinds.GELU_TANH, "SIGMOID_APPROXIMATION": kinds.GELU_SIGMOID}
+    names = {
+        "EXACT": kinds.GELU_ERF,
+        "TANH_APPROXIMATION": kinds.GELU_TANH,
+        "SIGMOID_APPROXIMATION": kinds.GELU_SIGMOID,
+    }
     return g.element(names[str(g.const(mode, "EXACT"))], g.view(x))
 
 
@@ -181,9 +195,7 @@ def _conv(
     return g.linear(g.view(x), 1, g.matrices.get(stored), None if bias is None else g.const(bias))
 
 
-def _matmul(
-    g: Graph, op: Op, box: Box, x: str, y: str, transpose_x: Name = None, transpose_y: Name = None
-) -> View:
+def _matmul(g: Graph, op: Op, box: Box, x: str, y: str, transpose_x: Name = None, transpose_y: Name = None) -> View:
     """[..., M, K] times [..., K, N]; a vector on the left is a row."""
     left, right, shape = g.view(x), g.view(y), op.outputs[0].shape
     if len(left.axes) < 2 or len(right.axes) < 2:
@@ -259,12 +271,11 @@ def _slice_by_index(
     view = g.view(x)
     rank = len(view.axes)
     fixed = [np.asarray(g.const(n, d)).tolist() for n, d in ((begin, None), (end, None), (stride, [1] * rank))]
-    masks = [
-        np.asarray(g.const(n, [False] * rank)).tolist() for n in (begin_mask, end_mask, squeeze_mask)
-    ]
+    masks = [np.asarray(g.const(n, [False] * rank)).tolist() for n in (begin_mask, end_mask, squeeze_mask)]
     if any(len(joined(axis)) > 1 for axis in view.axes):
         view = g.copy(view, view.half)
-    offset, axes = view.offset, []
+    offset = view.offset
+    axes: list[Axis] = []
     for i, n in enumerate(view.shape):
         step = joined(view.axes[i])[0][1] if joined(view.axes[i]) else 0
         if masks[2][i]:
@@ -302,11 +313,9 @@ def _blockwise(g: Graph, op: Op, box: Box, data: str, scale: str, offset: Name =
     g.stored[op.outputs[0].name] = Stored(g.const(data), g.const(scale), None if offset is None else g.const(offset))
 
 
-def _table(
-    g: Graph, op: Op, box: Box, indices: str, lut: str, vector_axis: Name = None, shape: Name = None
-) -> None:
+def _table(g: Graph, op: Op, box: Box, indices: str, lut: str, vector_axis: Name = None, shape: Name = None) -> None:
     parts = {"indices": indices, "lut": lut, "vector_axis": vector_axis, "shape": shape}
-    dense = WEIGHTS[op.type](None, **{part: g.const(name) for part, name in parts.items() if name is not None})  # type: ignore[arg-type]
+    dense = WEIGHTS[op.type](None, **{part: g.const(name) for part, name in parts.items() if name is not None})
     g.consts[op.outputs[0].name] = rounded(dense, DTYPES[op.outputs[0].dtype])
 
 
@@ -331,7 +340,9 @@ OPS: dict[str, Make] = {
     "square": _unary(kinds.SQUARE), "squeeze": _shape, "sub": _binary(kinds.SUB), "tanh": _unary(kinds.TANH),
     "tile": _tile, "transpose": _transpose,
 }  # fmt: skip
-PARAMETERS = {"slice_update": ("x", "update", "begin", "end", "stride", "begin_mask", "end_mask", "squeeze_mask")}
+PARAMETERS = {name: tuple(inspect.signature(made).parameters)[3:] for name, made in OPS.items()}
+PARAMETERS["slice_update"] = ("x", "update", "begin", "end", "stride", "begin_mask", "end_mask", "squeeze_mask")
+PATTERNS = {"mul": (norm, rotation, gate), "add": (attention, rotation)}  # by the type of their last op
 _FLOATS = ("fp16", "fp32")
 
 
@@ -343,8 +354,8 @@ def faults(program: Program) -> list[str]:
         for op in function.ops:
             kinds_of = [f"op {op.type}"]
             if op.type in OPS:
-                known = PARAMETERS.get(op.type) or tuple(inspect.signature(OPS[op.type]).parameters)[3:]
-                kinds_of = [f"parameter {name} of {op.type}" for name in sorted(set(op.inputs) - set(known))]
+                unknown = sorted(set(op.inputs) - set(PARAMETERS[op.type]))
+                kinds_of = [f"parameter {name} of {op.type}" for name in unknown]
                 dtypes = {value.dtype for value in op.outputs}
                 kinds_of += [f"dtype {dtype} of {op.type}" for dtype in sorted(dtypes - set(_FLOATS))]
             for kind in kinds_of:

@@ -12,11 +12,12 @@ from typing import Literal
 import numpy as np
 
 from anechain.run.ops_weight import WEIGHTS
-from anechain.run.tape_plan import FIXED, WEIGHTS as WEIGHTS_SLOT, Code, Instruction, Ref, tape_of
+from anechain.run.tape_plan import FIXED, Code, Instruction, Ref, tape_of
+from anechain.run.tape_plan import WEIGHTS as WEIGHTS_SLOT
 from anechain.run.tape_view import Memory
 
 GROUP = 32  # the depth of a packed int8 matrix is a multiple of it, and so is every group of activations
-BLOCK = 16  # rows in a vector
+BLOCK, PANEL = 16, 64  # rows in a vector, and rows that an int8 kernel does at once
 _HUGE = 2 << 20
 _PORTION = 32 << 20  # bytes that are packed before the pages they were read from are given back
 
@@ -28,7 +29,7 @@ def fixed(array: np.ndarray) -> Memory:
 
 @dataclass(frozen=True)
 class Matrix:
-    """[rows, depth], packed. int8: one scale a row, or one for every GROUP inputs of a row ([N / 16][K / GROUP][16])."""
+    """[rows, depth], packed. int8: one scale a row, or for every GROUP inputs of a row ([N / 64][K / GROUP][64])."""
 
     kind: Literal["int8", "fp16", "fp32"]
     rows: int
@@ -37,6 +38,16 @@ class Matrix:
     memory: Memory
     row_scales: Memory | None = None
     part_scales: Memory | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """A matrix to be packed: the numbers of the instruction, where it is, and where it goes among the packed ones."""
+
+    code: Code
+    numbers: tuple[int, int, int]
+    source: np.ndarray
+    at: int
 
 
 @dataclass(frozen=True)
@@ -49,7 +60,7 @@ class Stored:
 
     def dense(self) -> np.ndarray:
         parts = {"data": self.data, "scale": self.scale}
-        return WEIGHTS["constexpr_blockwise_shift_scale"](None, **parts, **self._more())  # type: ignore[arg-type]
+        return WEIGHTS["constexpr_blockwise_shift_scale"](None, **parts, **self._more())
 
     def _more(self) -> dict[str, np.ndarray]:
         return {} if self.offset is None else {"offset": self.offset}
@@ -60,8 +71,8 @@ class Matrices:
 
     def __init__(self) -> None:
         self._known: dict[object, tuple[Matrix, object]] = {}
-        self._jobs: list[tuple[Instruction, np.ndarray, int]] = []
-        self._size = 0
+        self.jobs: list[Job] = []
+        self.size = 0  # bytes of all of them, packed
 
     def get(self, weight: np.ndarray | Stored) -> Matrix:
         """The matrix [O, I] or [O, I, 1, 1] of a product."""
@@ -83,7 +94,7 @@ class Matrices:
             wide = wide.astype(np.float32, copy=False)
         (rows, depth), size = wide.shape, wide.itemsize
         memory = self._room(-(-rows // BLOCK) * BLOCK * depth * size)
-        self._add(Code.PACK_FLOAT, (size, rows, depth, Ref(fixed(wide)), Ref(memory)), wide, memory.size)
+        self.jobs.append(Job(Code.PACK_FLOAT, (size, rows, depth), wide, memory.at))
         return Matrix("fp16" if size == 2 else "fp32", rows, depth, depth, memory)
 
     def _int8(self, weight: Stored) -> Matrix | None:
@@ -98,42 +109,49 @@ class Matrices:
             return None
         scales = np.repeat(weight.scale.reshape(len(weight.scale), parts), rows // len(weight.scale), axis=0)
         scales = scales.astype(np.float32)  # [rows, parts]
-        memory = self._room(-(-rows // BLOCK) * BLOCK * padded)
-        self._add(Code.PACK8, (rows, depth, padded, Ref(fixed(data)), Ref(memory)), data, memory.size)
+        memory = self._room(-(-rows // PANEL) * PANEL * padded)
+        self.jobs.append(Job(Code.PACK8, (rows, depth, padded), data, memory.at))
         if parts == 1:
             return Matrix("int8", rows, depth, padded, memory, row_scales=fixed(scales))
         groups = depth // GROUP
-        full = np.zeros((-(-rows // BLOCK) * BLOCK, groups), np.float32)
+        full = np.zeros((-(-rows // PANEL) * PANEL, groups), np.float32)
         full[:rows] = np.repeat(scales, part // GROUP, axis=1)
-        tiled = np.ascontiguousarray(full.reshape(-1, BLOCK, groups).transpose(0, 2, 1))
+        tiled = np.ascontiguousarray(full.reshape(-1, PANEL, groups).transpose(0, 2, 1))
         return Matrix("int8", rows, depth, padded, memory, part_scales=fixed(tiled))
 
     def _room(self, size: int) -> Memory:
-        memory = Memory(size, WEIGHTS_SLOT, self._size)
-        self._size += -(-size // 4096) * 4096
+        memory = Memory(size, WEIGHTS_SLOT, self.size)
+        self.size += -(-size // 4096) * 4096
         return memory
 
-    def _add(self, code: Code, words: Sequence[int | Ref], source: np.ndarray, size: int) -> None:
-        self._jobs.append((Instruction(code, words, (), (), True), source, size))
 
-    def pack(self, run: Callable[[np.ndarray, np.ndarray], None]) -> tuple[int, object]:
-        """Packs all of them with `run` (a tape and its slots); returns where they begin, and what keeps them alive."""
-        held = mmap.mmap(-1, self._size + _HUGE)
-        address = np.frombuffer(held, np.uint8).__array_interface__["data"][0]
-        begin = -(-address // _HUGE) * _HUGE
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            held.madvise(mmap.MADV_HUGEPAGE)
-        portion: list[tuple[Instruction, np.ndarray, int]] = []
-        for job in [*self._jobs, None]:
-            if job is not None:
-                portion.append(job)
-            if job is None or sum(size for _, _, size in portion) > _PORTION:
-                run(tape_of([made for made, _, _ in portion], 1), np.array([0, 0, begin], np.uint64))
-                for _, source, _ in portion:
-                    _give_back(source)
-                portion.clear()
-        self._jobs.clear()
-        return begin, held
+def pack(jobs: Sequence[Job], size: int, run: Callable[[np.ndarray, np.ndarray], None]) -> tuple[int, mmap.mmap]:
+    """Packs all matrices with `run` (a tape and its slots); returns where they begin, and what keeps them."""
+    begin, held = huge(size)
+    portion: list[Job] = []
+    for job in [*jobs, None]:
+        if job is not None:
+            portion.append(job)
+        if job is None or sum(part.source.nbytes for part in portion) > _PORTION:
+            operands = [(Ref(fixed(part.source)), Ref(Memory(0, WEIGHTS_SLOT, part.at))) for part in portion]
+            made = [
+                Instruction(part.code, (*part.numbers, *refs), (), (), True)
+                for part, refs in zip(portion, operands, strict=True)
+            ]
+            run(tape_of(made)[0], np.array([0, 0, begin], np.uint64))
+            for part in portion:
+                _give_back(part.source)
+            portion.clear()
+    return begin, held
+
+
+def huge(size: int) -> tuple[int, mmap.mmap]:
+    """The address of `size` zero bytes, in pages of 2 MB where the system has them; and what keeps them."""
+    held = mmap.mmap(-1, size + _HUGE)
+    address = np.frombuffer(held, np.uint8).__array_interface__["data"][0]
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        held.madvise(mmap.MADV_HUGEPAGE)
+    return -(-address // _HUGE) * _HUGE, held
 
 
 def _give_back(array: np.ndarray) -> None:

@@ -16,7 +16,7 @@ CALL, CALL_END = "<tool_call>", "</tool_call>"
 
 def call_schema(functions: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """One call of one of `functions`, name -> JSON schema of its arguments. Raises RequestError as a Grammar does."""
-    options = []
+    options: list[dict[str, Any]] = []
     for name, parameters in functions.items():
         try:
             checked_schema(json.dumps(parameters))

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from anechain.run.chain import Chain
 from anechain.run.tokenizer import Tokenizer
@@ -87,7 +87,7 @@ class Service:
                 item = await queue.get()
                 if isinstance(item, Done):
                     if item.problem:
-                        raise item.problem
+                        raise replace(item.problem)
                     return
                 if item is not None:
                     running.saw(item)

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from anechain.serve.problem import Problem, problem_of
@@ -53,7 +53,7 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        return self._thread.is_alive()
+        return self._closing is None and self._thread.is_alive()
 
     def load(self) -> tuple[int, int]:
         """How many requests are open, how many wait."""
@@ -67,7 +67,7 @@ class Worker:
         ticket = Ticket(steps, deliver, time.monotonic() + self._time_out_s)
         with self._change:
             if self._closing or not self.alive:
-                raise self._closing or _GONE
+                raise replace(self._closing or _GONE)  # an exception of its own: tracebacks pile up on a shared one
             ahead = len(self._waiting) + len(self._open)
             if ahead >= self._parallel + self._depth:
                 wait_s = max(1, min(60, round(self._mean_s * ahead / self._parallel)))
