@@ -73,8 +73,8 @@ def mac(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
 
         monkeypatch.setattr(platform, "system", lambda: "Darwin")
         monkeypatch.setattr(platform, "machine", lambda: machine)
-        monkeypatch.setattr(platform, "mac_ver", lambda: (version, ("", "", ""), machine))
-        monkeypatch.setattr(module, "_sysctl", lambda name: chip)
+        monkeypatch.setattr(platform, "mac_ver", lambda: ("16.0", ("", "", ""), machine))
+        monkeypatch.setattr(module, "_sysctl", {"kern.osproductversion": version, SYSCTL_CHIP: chip}.__getitem__)
         monkeypatch.setattr(importlib.util, "find_spec", pretend)
         return examine()
 
@@ -82,6 +82,13 @@ def mac(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
 
 
 HIDDEN = ("CoreML",)
+SYSCTL_CHIP = "machdep.cpu.brand_string"
+
+
+def test_macos_26_does_not_pass_for_the_16_that_an_older_python_is_told(mac: Callable[..., dict[str, Any]]) -> None:
+    """python/cpython issue 135675; where sysctl says nothing, what Python says is all there is."""
+    assert mac("26.0.1")["system"].startswith("macOS 26.0.1, ")
+    assert mac("")["system"].startswith("macOS 16.0, ")
 
 
 def test_a_mac_and_the_problems_of_its_system(mac: Callable[..., dict[str, Any]]) -> None:

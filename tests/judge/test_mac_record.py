@@ -12,7 +12,7 @@ import pytest
 from anechain.cli import doctor as verb
 from anechain.judge import mac_record
 from anechain.judge.conformance import CHECKS
-from anechain.judge.mac_record import NOT_AVAILABLE, ROWS, Mac, Row, describe, make_record
+from anechain.judge.mac_record import NOT_AVAILABLE, PLAN_CHECK, ROWS, Mac, Row, describe, make_record
 from anechain.judge.record import Record, read_record, write_record
 from anechain.run.coreml import CoreMLEngine
 from tests.cli.outcome import Outcome, anechain
@@ -88,11 +88,14 @@ def test_a_row_is_baked_checked_gated_timed_and_planned(
     assert first.gate is not None and first.gate.engine == "coreml" and first.gate.positions == 40
     assert set(first.bench) == {
         "load_ms", "first_token_ms", "prefill_tok_per_s", "decode_tok_per_s", "peak_rss_bytes",
+        "more_after_20_conversations_bytes",
     }  # fmt: skip
-    assert all(value is not None and value > 0 for value in first.bench.values())
+    more = first.bench["more_after_20_conversations_bytes"]
+    assert more is not None and 0 <= more < 2**28
+    assert all(value is not None and (value > 0 or value is more) for value in first.bench.values())
     assert first.handoff.startswith("zero-copy") and first.diverged == ""
     assert set(first.plan) == {"block-000.mlpackage", "block-001.mlpackage", "head.mlpackage"}
-    assert set(record.checks) == {f"{row.name}: {check}" for check in CHECKS}
+    assert set(record.checks) == {f"{row.name}: {check}" for check in (*CHECKS, PLAN_CHECK)}
     assert not any(record.checks.values())
     assert "tok/s, hand-off zero-copy" in describe(first)
 
@@ -140,8 +143,7 @@ def test_on_a_mac_it_is_written(
     monkeypatch.setattr("anechain.run.coreml.CoreMLEngine", make)
     monkeypatch.setattr(mac_record.make_record, "__defaults__", ((Row("fp16"),), 128))
     monkeypatch.setattr(mac_record, "open_merged", lambda m, lora, real=mac_record.open_merged: real(passing, lora))
-    monkeypatch.setattr(verb, "_sysctl", lambda name: {"hw.model": "Mac17,3"}.get(name, "Apple M5 Pro"))
-    monkeypatch.setattr(platform, "mac_ver", lambda: ("26.0.1", ("", "", ""), "arm64"))
+    monkeypatch.setattr(verb, "_sysctl", {"hw.model": "Mac17,3", "kern.osproductversion": "26.0.1"}.__getitem__)
     monkeypatch.setattr(verb, "_chip", lambda: "Apple M5 Pro")
     code, out, err = anechain("doctor", "--record", tmp_path / "out.zip")
     assert (code, out) == (0, "") and "1 of 1: fp16" in err
