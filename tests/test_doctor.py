@@ -14,7 +14,9 @@ import pytest
 
 from anechain.cli import doctor as module
 from anechain.cli import main
+from anechain.cli.bake import bake_bundle
 from anechain.cli.doctor import examine
+from anechain.errors import RequestError
 
 
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, str]:
@@ -40,7 +42,7 @@ def test_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
 def test_the_text_says_the_same(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     code, text = run(capsys, monkeypatch)
     assert code == 0
-    for line in ("python       3.", "native part  libmodelpackage: found", "engine       cpu: yes, OpenVINO"):
+    for line in ("python       3.", "native part  libmodelpackage: found", "engine       openvino: yes, OpenVINO"):
         assert line in text
     assert text.endswith("can bake     yes\n")
     assert "published    palette-4bit-state: broken" in text
@@ -143,6 +145,14 @@ def test_native_parts_that_are_missing(
     assert "native part  libmilstoragepython: missing" in text
     assert "native part  libmodelpackage: found" in text
     assert "can bake     no" in text
+    # A bake says so at once, and neither imports coremltools nor writes.
+    with pytest.raises(RequestError) as caught:
+        bake_bundle("no-such-model", tmp_path / "b")
+    assert str(caught.value) == (
+        f"this Python {platform.python_version()} cannot bake: coremltools is here without libmilstoragepython, which "
+        "its wheels for Python 3.11 to 3.13 have: install it with one of these."
+    )
+    assert not (tmp_path / "b").exists()
 
 
 def test_a_python_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,16 +11,14 @@ from typing import Annotated, Any
 
 import typer
 
+from anechain.bake.native_parts import NATIVE, PYTHONS, native_parts, python_range
 from anechain.cli.console import check_writable, err, out, print_json
 from anechain.errors import EngineError, RequestError
 from anechain.judge.compatibility import Known, Machine, chip_name, known_problems, parse_version
 from anechain.judge.measured import Stored, feature_answer, import_record, stored_records
 from anechain.run.native import library
 
-PYTHONS = ((3, 11), (3, 14))  # from, and before which
-NATIVE = ("libmilstoragepython", "libmodelpackage")  # without them a bake cannot write weights or packages
 MAC_NATIVE = "libcoremlpython"  # what predicts, and exists on a Mac only
-_SUFFIXES = (".so", ".dylib", ".pyd")
 
 
 def doctor(
@@ -70,7 +68,7 @@ def examine() -> dict[str, Any]:
     """Everything that doctor prints; imports none of what it looks for."""
     machine, tool = this_machine(), _version("coremltools")
     python, records = _python(), stored_records()
-    native = _native_parts()
+    native = native_parts((*NATIVE, MAC_NATIVE) if platform.system() == "Darwin" else NATIVE)
     return {
         "python": python,
         "system": f"{platform.system()} {platform.release()}" if platform.system() != "Darwin" else str(machine),
@@ -106,8 +104,7 @@ def _import(path: Path, as_json: bool) -> None:
 def _python() -> dict[str, Any]:
     lowest, beyond = PYTHONS
     supported = lowest <= sys.version_info[:2] < beyond
-    last = f"{beyond[0]}.{beyond[1] - 1}"
-    reason = "" if supported else f"anechain needs Python {lowest[0]}.{lowest[1]} to {last}"
+    reason = "" if supported else f"anechain needs Python {python_range()}"
     return {"version": platform.python_version(), "supported": supported, "reason": reason}
 
 
@@ -116,14 +113,6 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return ""
-
-
-def _native_parts() -> dict[str, bool]:
-    """Which native libraries lie in the folder of coremltools; importing it would take seconds and say less."""
-    spec = importlib.util.find_spec("coremltools")
-    places = [Path(p) for p in spec.submodule_search_locations or ()] if spec else []
-    names = (*NATIVE, MAC_NATIVE) if platform.system() == "Darwin" else NATIVE
-    return {name: any(p.suffix in _SUFFIXES for place in places for p in place.glob(f"{name}*")) for name in names}
 
 
 def _engines() -> dict[str, dict[str, Any]]:

@@ -121,7 +121,7 @@ class AppleCoreML:
         if platform.system() != "Darwin":
             raise EngineError(
                 f"the coreml engine needs a Mac with Apple silicon, and this is {platform.system()} on "
-                f"{platform.machine()}: use --engine cpu."
+                f"{platform.machine()}: do this on a Mac, or with --engine cpu where the command has it."
             )
         if platform.machine() != "arm64":
             raise EngineError(
