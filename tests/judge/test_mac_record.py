@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from anechain.cli import doctor as verb
+from anechain.errors import BundleError, SourceError
 from anechain.judge import mac_record
 from anechain.judge.conformance import CHECKS
 from anechain.judge.mac_record import NOT_AVAILABLE, PLAN_CHECK, ROWS, Mac, Row, describe, make_record
@@ -34,6 +35,10 @@ class Engines:
 
     def __call__(self) -> CoreMLEngine:
         return CoreMLEngine(make_port=SameDouble(self.manners), cache=self.cache)
+
+
+def raises_what_no_engine_should() -> CoreMLEngine:
+    raise AttributeError("MLModel has no attribute at /Users/ada/x")
 
 
 def ends_the_process() -> CoreMLEngine:
@@ -128,6 +133,35 @@ def test_what_core_ml_refuses_is_a_divergence(model: str, tmp_path: Path, monkey
     assert describe(trial) == trial.diverged
 
 
+def test_an_exception_and_a_bake_that_fails_cost_their_row_alone(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mac_record, "ProcessPoolExecutor", InProcess)
+    (trial,) = recorded(model, raises_what_no_engine_should, Row("fp16")).trials
+    assert (trial.status, trial.diverged) == ("broken", "AttributeError: MLModel has no attribute at x")
+
+    def full(*_: object) -> None:
+        raise BundleError("/tmp/ada/b could not be written (No space left on device): make room.")
+
+    monkeypatch.setattr(mac_record, "bake_with_baselines", full)
+    (trial,) = recorded(model, Engines(tmp_path / "c"), Row("fp16")).trials
+    assert (trial.status, trial.diverged) == ("unknown", "")
+    assert trial.handoff == f"{NOT_AVAILABLE}b could not be written (No space left on device): make room."
+    with pytest.raises(SourceError):
+        recorded(str(tmp_path / "no-such-model"), Engines(tmp_path / "c"), Row("fp16"))
+
+
+def test_a_plan_that_core_ml_does_not_make_is_no_divergence(
+    passing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mac_record, "ProcessPoolExecutor", InProcess)
+    make = Engines(tmp_path / "c", Manners(fails={"head": "plan decode"}))
+    record = recorded(passing, make, Row("fp16"))
+    (trial,) = record.trials
+    assert (trial.status, trial.diverged, trial.plan) == ("works", "", {})
+    assert record.checks[f"fp16: {PLAN_CHECK}"] == "Core ML cannot plan decode: it said that it will not."
+
+
 def test_a_process_that_ends_costs_its_row_alone(model: str, tmp_path: Path) -> None:
     (trial,) = recorded(model, ends_the_process, Row("fp16")).trials
     assert trial.diverged == "Core ML ended the process, after the package had been tried out alone"
@@ -153,5 +187,12 @@ def test_on_a_mac_it_is_written(
     assert trial.configuration.model == "demo"
     assert trial.handoff.startswith("copied ") and trial.diverged == "" and trial.status == "works"
     assert record.checks["fp16: the hand off copies nothing"].startswith("the hand-off is copied")
-    code, _, err = anechain("doctor", "--record", tmp_path / "no" / "out.zip")
-    assert code == 2 and f"there is no folder {tmp_path / 'no'}" in err
+    for words, said in (
+        ((tmp_path / "no" / "out.zip",), f"--record {tmp_path}/no/out.zip: there is no folder {tmp_path}/no: make it"),
+        ((tmp_path,), f"--record {tmp_path} is a folder: name a file"),
+        ((tmp_path / "x.zip", "--import", tmp_path / "out.zip"), "goes with no other option"),
+        ((tmp_path / "x.zip", "--json"), "goes with no other option"),
+    ):
+        code, out, err = anechain("doctor", "--record", *words)
+        assert (code, out) == (2, "") and said in err and "1 of 1" not in err
+    assert not (tmp_path / "x.zip").exists()

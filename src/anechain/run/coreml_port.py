@@ -29,8 +29,8 @@ except ImportError:  # said when an engine is asked for
 
 COMPUTE_UNITS = ("cpu-and-ne", "all", "cpu-and-gpu", "cpu")
 PLAN_TIMEOUT_S = 600.0  # a plan of a package of 15 layers compiles it for every device first
-# The first system whose MLMultiArray knows int8 is macOS 26. To a Python that was built for an earlier one it says that it
-# is 16 (python/cpython issue 135675), and no system has a number from 16 to 25.
+# The first system whose MLMultiArray knows int8 is macOS 26. To a Python that was built for an earlier one it says that
+# it is 16 (python/cpython issue 135675), and no system has a number from 16 to 25.
 MACOS_WITH_INT8 = 16
 
 
