@@ -14,7 +14,9 @@ import pytest
 
 from anechain.cli import doctor as module
 from anechain.cli import main
+from anechain.cli.bake import bake_bundle
 from anechain.cli.doctor import examine
+from anechain.errors import RequestError
 
 
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, str]:
@@ -73,8 +75,8 @@ def mac(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
 
         monkeypatch.setattr(platform, "system", lambda: "Darwin")
         monkeypatch.setattr(platform, "machine", lambda: machine)
-        monkeypatch.setattr(platform, "mac_ver", lambda: (version, ("", "", ""), machine))
-        monkeypatch.setattr(module, "_sysctl", lambda name: chip)
+        monkeypatch.setattr(platform, "mac_ver", lambda: ("16.0", ("", "", ""), machine))
+        monkeypatch.setattr(module, "_sysctl", {"kern.osproductversion": version, SYSCTL_CHIP: chip}.__getitem__)
         monkeypatch.setattr(importlib.util, "find_spec", pretend)
         return examine()
 
@@ -82,6 +84,13 @@ def mac(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
 
 
 HIDDEN = ("CoreML",)
+SYSCTL_CHIP = "machdep.cpu.brand_string"
+
+
+def test_macos_26_does_not_pass_for_the_16_that_an_older_python_is_told(mac: Callable[..., dict[str, Any]]) -> None:
+    """python/cpython issue 135675; where sysctl says nothing, what Python says is all there is."""
+    assert mac("26.0.1")["system"].startswith("macOS 26.0.1, ")
+    assert mac("")["system"].startswith("macOS 16.0, ")
 
 
 def test_a_mac_and_the_problems_of_its_system(mac: Callable[..., dict[str, Any]]) -> None:
@@ -136,6 +145,14 @@ def test_native_parts_that_are_missing(
     assert "native part  libmilstoragepython: missing" in text
     assert "native part  libmodelpackage: found" in text
     assert "can bake     no" in text
+    # A bake says so at once, and neither imports coremltools nor writes.
+    with pytest.raises(RequestError) as caught:
+        bake_bundle("no-such-model", tmp_path / "b")
+    assert str(caught.value) == (
+        f"this Python {platform.python_version()} cannot bake: coremltools is here without libmilstoragepython, which "
+        "its wheels for Python 3.11 to 3.13 have: install it with one of these."
+    )
+    assert not (tmp_path / "b").exists()
 
 
 def test_a_python_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,7 +219,12 @@ class Bake:
         self.process = subprocess.Popen(
             [sys.executable, root / "tests/bake/stalling_bake.py", "bake", model, "-o", path, *FLAGS, *flags],
             env=os.environ
-            | {"PYTHONPATH": f"{root / 'src'}:{root}", "TMPDIR": str(temporary), "STALL": stall, "COLUMNS": "1000"},
+            | {
+                "PYTHONPATH": f"{os.environ.get('BESIDE', '')}:{root / 'src'}:{root}",
+                "TMPDIR": str(temporary),
+                "STALL": stall,
+                "COLUMNS": "1000",
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -276,8 +281,11 @@ def check_went_on(model: Path, path: Path, undisturbed: Path) -> None:
 
 @pytest.mark.slow
 def test_two_workers_write_what_one_process_writes_and_say_nothing_else(
-    model: Path, undisturbed: Path, cache: Path, tmp_path: Path
+    model: Path, undisturbed: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "newer").mkdir()
+    (tmp_path / "newer/sklearn.py").write_text("__version__ = '99.0'")  # coremltools has something to say about it
+    monkeypatch.setenv("BESIDE", str(tmp_path / "newer"))
     bake = Bake(model, tmp_path / "b", tmp_path / "tmp", "--jobs", "2")
     code, err = bake.end()
     assert code == 0

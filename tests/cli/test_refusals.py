@@ -247,5 +247,5 @@ def test_core_ml_is_elsewhere(
     message = refusal(anechain, tmp_path, *(argument.format(b=bundle, t=tmp_path) for argument in arguments))
     assert message == (
         f"the coreml engine needs a Mac with Apple silicon, and this is {platform.system()} on {platform.machine()}: "
-        "use --engine cpu."
+        "do this on a Mac, or with --engine cpu where the command has it."
     )

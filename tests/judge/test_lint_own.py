@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from anechain.bake.package import make_block
+from anechain.bundle.form import STATE_UPDATES, TARGETS, StateUpdate
 from anechain.bundle.manifest import Bundle
 from anechain.bundle.recipe import load_recipe
 from anechain.judge.compatibility import Machine
@@ -17,6 +18,7 @@ from benchmarks.historical_package import REASONS, build
 from tests.bundle.packages import edited
 from tests.bundle_maker import SPECS, make_bundle, tiny_source
 
+GRAVE_OF = {9: set[str](), 10: {"V1"}}  # by version of the format
 DECISION = Path(__file__).parents[2] / "docs/decisions/0006-lint-findings-that-remain.md"
 
 
@@ -45,6 +47,23 @@ def test_the_default_recipes_have_no_grave_finding(recipe: str, reports: dict[st
     for share in report.shares:
         assert share.clear_multiply_adds == share.multiply_adds > 0
         assert share.clear_weight_bytes == share.weight_bytes > 0
+
+
+FORMS = [(target, update) for target in TARGETS for update in STATE_UPDATES if (target, update) != ("macOS15", "slice")]
+
+
+@pytest.mark.parametrize(("target", "update"), FORMS)
+def test_no_form_of_the_default_recipe_has_a_grave_finding_but_version_10(
+    target: str, update: StateUpdate, reports: dict[str, Report], tmp_path: Path
+) -> None:
+    """Beside what the default has: V1 for version 10, and no index of a state for a blend."""
+    bundle = make_bundle(tiny_source("qwen3"), tmp_path / "b", cuts=[1, 2], target=target, state_update=update)
+    report = lint(bundle.path)
+    assert len(report.shares) == 3
+    assert grave(report) == GRAVE_OF[TARGETS[target]]
+    usual = {f.rule for f in reports["fp16"].findings}
+    assert {f.rule for f in report.findings} - {"V1"} <= usual
+    assert (usual - {f.rule for f in report.findings} >= {"T5", "K4"}) == (update == "blend")
 
 
 def test_int8_in_blocks_is_found_and_only_there(reports: dict[str, Report]) -> None:

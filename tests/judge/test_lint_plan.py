@@ -77,6 +77,8 @@ def test_the_cost_that_went_to_the_engine(package: Path, tmp_path: Path) -> None
     ({"plain": "NE"}, "one.mlpackage", "decode", "one.mlpackage has no function decode"),
     ({"plain": "TPU"}, "one.mlpackage", "main", "plain is on 'TPU', which is none of NE, GPU, CPU"),
     ({"plain": {}}, "one.mlpackage", "main", "is not a compute plan"),
+    ({"plain": {"device": "NE", "cost": -1}}, "one.mlpackage", "main", "plain has the cost -1, which is no share"),
+    ({"plain": {"device": "NE", "cost": float("nan")}}, "one.mlpackage", "main", "plain has the cost nan"),
 ])  # fmt: skip
 def test_plans_of_something_else(
     ops: Any, package_name: str, function: str, reason: str, package: Path, tmp_path: Path

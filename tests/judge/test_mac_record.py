@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from anechain.cli import doctor as verb
+from anechain.errors import BundleError, SourceError
 from anechain.judge import mac_record
 from anechain.judge.conformance import CHECKS
-from anechain.judge.mac_record import NOT_AVAILABLE, ROWS, Mac, Row, describe, make_record
+from anechain.judge.mac_record import NOT_AVAILABLE, PLAN_CHECK, ROWS, Mac, Row, describe, make_record
 from anechain.judge.record import Record, read_record, write_record
 from anechain.run.coreml import CoreMLEngine
 from tests.cli.outcome import Outcome, anechain
@@ -34,6 +35,10 @@ class Engines:
 
     def __call__(self) -> CoreMLEngine:
         return CoreMLEngine(make_port=SameDouble(self.manners), cache=self.cache)
+
+
+def raises_what_no_engine_should() -> CoreMLEngine:
+    raise AttributeError("MLModel has no attribute at /Users/ada/x")
 
 
 def ends_the_process() -> CoreMLEngine:
@@ -88,11 +93,14 @@ def test_a_row_is_baked_checked_gated_timed_and_planned(
     assert first.gate is not None and first.gate.engine == "coreml" and first.gate.positions == 40
     assert set(first.bench) == {
         "load_ms", "first_token_ms", "prefill_tok_per_s", "decode_tok_per_s", "peak_rss_bytes",
+        "more_after_20_conversations_bytes",
     }  # fmt: skip
-    assert all(value is not None and value > 0 for value in first.bench.values())
+    more = first.bench["more_after_20_conversations_bytes"]
+    assert more is not None and 0 <= more < 2**28
+    assert all(value is not None and (value > 0 or value is more) for value in first.bench.values())
     assert first.handoff.startswith("zero-copy") and first.diverged == ""
     assert set(first.plan) == {"block-000.mlpackage", "block-001.mlpackage", "head.mlpackage"}
-    assert set(record.checks) == {f"{row.name}: {check}" for check in CHECKS}
+    assert set(record.checks) == {f"{row.name}: {check}" for check in (*CHECKS, PLAN_CHECK)}
     assert not any(record.checks.values())
     assert "tok/s, hand-off zero-copy" in describe(first)
 
@@ -125,6 +133,35 @@ def test_what_core_ml_refuses_is_a_divergence(model: str, tmp_path: Path, monkey
     assert describe(trial) == trial.diverged
 
 
+def test_an_exception_and_a_bake_that_fails_cost_their_row_alone(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mac_record, "ProcessPoolExecutor", InProcess)
+    (trial,) = recorded(model, raises_what_no_engine_should, Row("fp16")).trials
+    assert (trial.status, trial.diverged) == ("broken", "AttributeError: MLModel has no attribute at x")
+
+    def full(*_: object) -> None:
+        raise BundleError("/tmp/ada/b could not be written (No space left on device): make room.")
+
+    monkeypatch.setattr(mac_record, "bake_with_baselines", full)
+    (trial,) = recorded(model, Engines(tmp_path / "c"), Row("fp16")).trials
+    assert (trial.status, trial.diverged) == ("unknown", "")
+    assert trial.handoff == f"{NOT_AVAILABLE}b could not be written (No space left on device): make room."
+    with pytest.raises(SourceError):
+        recorded(str(tmp_path / "no-such-model"), Engines(tmp_path / "c"), Row("fp16"))
+
+
+def test_a_plan_that_core_ml_does_not_make_is_no_divergence(
+    passing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mac_record, "ProcessPoolExecutor", InProcess)
+    make = Engines(tmp_path / "c", Manners(fails={"head": "plan decode"}))
+    record = recorded(passing, make, Row("fp16"))
+    (trial,) = record.trials
+    assert (trial.status, trial.diverged, trial.plan) == ("works", "", {})
+    assert record.checks[f"fp16: {PLAN_CHECK}"] == "Core ML cannot plan decode: it said that it will not."
+
+
 def test_a_process_that_ends_costs_its_row_alone(model: str, tmp_path: Path) -> None:
     (trial,) = recorded(model, ends_the_process, Row("fp16")).trials
     assert trial.diverged == "Core ML ended the process, after the package had been tried out alone"
@@ -140,8 +177,7 @@ def test_on_a_mac_it_is_written(
     monkeypatch.setattr("anechain.run.coreml.CoreMLEngine", make)
     monkeypatch.setattr(mac_record.make_record, "__defaults__", ((Row("fp16"),), 128))
     monkeypatch.setattr(mac_record, "open_merged", lambda m, lora, real=mac_record.open_merged: real(passing, lora))
-    monkeypatch.setattr(verb, "_sysctl", lambda name: {"hw.model": "Mac17,3"}.get(name, "Apple M5 Pro"))
-    monkeypatch.setattr(platform, "mac_ver", lambda: ("26.0.1", ("", "", ""), "arm64"))
+    monkeypatch.setattr(verb, "_sysctl", {"hw.model": "Mac17,3", "kern.osproductversion": "26.0.1"}.__getitem__)
     monkeypatch.setattr(verb, "_chip", lambda: "Apple M5 Pro")
     code, out, err = anechain("doctor", "--record", tmp_path / "out.zip")
     assert (code, out) == (0, "") and "1 of 1: fp16" in err
@@ -151,5 +187,12 @@ def test_on_a_mac_it_is_written(
     assert trial.configuration.model == "demo"
     assert trial.handoff.startswith("copied ") and trial.diverged == "" and trial.status == "works"
     assert record.checks["fp16: the hand off copies nothing"].startswith("the hand-off is copied")
-    code, _, err = anechain("doctor", "--record", tmp_path / "no" / "out.zip")
-    assert code == 2 and f"there is no folder {tmp_path / 'no'}" in err
+    for words, said in (
+        ((tmp_path / "no" / "out.zip",), f"--record {tmp_path}/no/out.zip: there is no folder {tmp_path}/no: make it"),
+        ((tmp_path,), f"--record {tmp_path} is a folder: name a file"),
+        ((tmp_path / "x.zip", "--import", tmp_path / "out.zip"), "goes with no other option"),
+        ((tmp_path / "x.zip", "--json"), "goes with no other option"),
+    ):
+        code, out, err = anechain("doctor", "--record", *words)
+        assert (code, out) == (2, "") and said in err and "1 of 1" not in err
+    assert not (tmp_path / "x.zip").exists()

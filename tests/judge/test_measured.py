@@ -11,6 +11,7 @@ import pytest
 from anechain.bundle.manifest import Bundle
 from anechain.cli import chat as chat_module
 from anechain.cli import run as run_module
+from anechain.cli import serve as serve_module
 from anechain.errors import EngineError, RequestError
 from anechain.judge.compatibility import Machine
 from anechain.judge.lint import lint
@@ -131,6 +132,14 @@ def test_measured_overrules_published() -> None:
     assert feature_answer("long-slice-update", MACHINE, "9.0", stored(decode)).basis == "published"
 
 
+def test_two_records_that_contradict_each_other_prove_no_feature() -> None:
+    long = Trial(replace(FORM, prefill=64), gate=PASS)
+    bad = replace(long, diverged="cosine 0.31", gate=None)
+    for records in ([record(long), record(bad)], [record(bad), record(long)], [record(bad, long)]):
+        answer = feature_answer("long-slice-update", MACHINE, "9.0", stored(*records))
+        assert (answer.status, answer.basis) == ("broken", "published")
+
+
 def test_a_divergence_blames_only_what_nothing_that_works_has() -> None:
     slices = Trial(replace(FORM, prefill=64), diverged="cosine 0.1")
     blends = Trial(replace(FORM, state_update="blend"), gate=PASS)
@@ -205,19 +214,19 @@ def test_doctor_refuses_what_is_no_record(anechain: Callable[..., Outcome], tmp_
     assert not store.exists()
 
 
-@pytest.mark.parametrize("verb", ["run", "chat"])
+@pytest.mark.parametrize("verb", ["run", "chat", "serve"])
 @pytest.mark.parametrize(("made", "said"), [
     (BROKEN, "may not run on macOS 26.0.1, M5 Pro"), (WORKS, "the coreml engine needs"), (None, "the coreml engine"),
 ])  # fmt: skip
-def test_run_and_chat_refuse_on_a_machine_that_diverged(
+def test_run_chat_and_serve_refuse_on_a_machine_that_diverged(
     verb: str, made: Record | None, said: str, bundle: Bundle, anechain: Callable[..., Outcome], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    for module in (run_module, chat_module):
+    for module in (run_module, chat_module, serve_module):
         monkeypatch.setattr(module, "this_machine", lambda: MACHINE)
     if made is not None:
         write_record(made, tmp_path / "r.zip")
         import_record(tmp_path / "r.zip")
-    words = ("run", bundle.path, "Hello") if verb == "run" else ("chat", bundle.path)
+    words = (verb, bundle.path, *(["Hello"] if verb == "run" else []))
     code, out, err = anechain(*words, "--engine", "coreml")
     assert (code, out) == (2, "") and said in err

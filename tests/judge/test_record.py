@@ -112,12 +112,20 @@ def test_a_name_that_is_more_than_a_name_is_not_written(tmp_path: Path) -> None:
     (lambda m: m["record.json"].update(serial="C02"), "unexpected keyword argument 'serial'"),
     (lambda m: m["record.json"].pop("chip"), "missing 1 required positional argument: 'chip'"),
     (lambda m: m["record.json"].update(chip=5), "cannot be used: chip is 5"),
-    (lambda m: m["record.json"].update(trials=[]), "there is no trial for plan-000.json"),
+    (lambda m: m["record.json"].update(trials=[]), "there is no trial for 'plan-000.json'"),
     (lambda m: m["record.json"]["trials"][0]["configuration"].update(layers_per_package="x"), "layers_per_package is"),
     (lambda m: m["record.json"]["trials"][1]["configuration"].update(state_update="cat"), "'cat' is none of 'slice'"),
     (lambda m: m["record.json"]["trials"][0]["bench"].update(load_ms="fast"), "trial 0: bench load_ms is no number"),
     (lambda m: m["record.json"]["trials"][0]["gate"].update(top1="all"), "trial 0: gate top1 is no number"),
     (lambda m: m["plan-000.json"]["packages"]["block-000.mlpackage"]["decode"].update(x={"device": "TPU"}), "'TPU' is"),
+    (lambda m: m["record.json"]["trials"][0]["bench"].update(load_ms=float("nan")), "bench load_ms is no number"),
+    (lambda m: m["record.json"]["trials"][0]["gate"].update(engine="a\nb"), "gate engine 'a\\nb' is more than a name"),
+    (lambda m: m["plan-000.json"]["packages"]["block-000.mlpackage"]["decode"].update(x={"device": "NE", "cost": -1}),
+     "trial 0: cost -1 is no share"),
+    (lambda m: m["plan-000.json"]["packages"]["block-000.mlpackage"]["decode"].update(x={"device": []}),
+     "trial 0: device '[]' is none of NE, GPU, CPU"),
+    (lambda m: m.update({"../../evil.json": {}, "/etc/x": {}}), "there is no trial for '../../evil.json', '/etc/x'"),
+    (lambda m: m.update({f"s{n}": {} for n in range(7)}), "'s4' and 2 more"),
     (lambda m: m.pop("record.json"), "There is no item named 'record.json' in the archive"),
     (lambda m: m.update({"record.json": []}), "record.json holds no JSON object"),
 ])  # fmt: skip
@@ -132,6 +140,29 @@ def test_files_that_are_no_zip_or_cut_short(path: Path, tmp_path: Path) -> None:
         read_record(tmp_path / "missing.zip")
     path.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(RequestError, match=r"is not a record .File is not a zip file.: `anechain doctor --record`"):
+        read_record(path)
+
+
+def test_contents_that_are_damaged_and_two_of_one_name(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        start = archive.getinfo("record.json").header_offset + 30 + len("record.json")
+    content[start : start + 8] = b"\xff" * 8  # no deflated block begins so
+    path.write_bytes(content)
+    with pytest.raises(RequestError, match=r"is not a record .Error -3 while decompressing"):
+        read_record(path)
+    with zipfile.ZipFile(path, "w") as archive, pytest.warns(UserWarning, match="Duplicate name"):
+        for _ in range(2):
+            archive.writestr("record.json", json.dumps({"format": 1, "trials": []}))
+    with pytest.raises(RequestError, match="two members of one name"):
+        read_record(path)
+
+
+def test_members_that_unpack_to_too_much_together(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with zipfile.ZipFile(path) as archive:
+        total = sum(info.file_size for info in archive.infolist())
+    monkeypatch.setattr("anechain.judge.record._LARGEST", total - 1)
+    with pytest.raises(RequestError, match=f"its members have {total} bytes"):
         read_record(path)
 
 

@@ -10,6 +10,7 @@ import typer
 
 from anechain.bake.jobs import make_plan
 from anechain.bake.lora import Merged, open_merged
+from anechain.bake.native_parts import check_native_parts
 from anechain.bake.place import check_place
 from anechain.bake.survival import warning
 from anechain.bundle.form import TARGETS
@@ -104,6 +105,7 @@ def bake_bundle(
     activations: str = "fp16",
 ) -> Bundle:
     """Validates everything, then bakes with progress bars; what `bake` and `demo` both do."""
+    check_native_parts()
     check_place(output, model, lora)
     source = open_merged(model, lora)
     for part in (source.base, source) if isinstance(source, Merged) else (source,):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from anechain.errors import EngineError, RequestError
+from anechain.errors import RequestError
 from anechain.run.engine import Engine
 from anechain.run.grammar import Grammar
 
@@ -99,6 +100,16 @@ def open_grammar(schema: Path | None, regex: str | None, grammar: Path | None) -
     except (OSError, UnicodeDecodeError) as error:
         why = (isinstance(error, OSError) and error.strerror) or "it is not UTF-8 text"
         raise RequestError(f"{given[0]} {path} cannot be read ({why}): name a file with one.") from None
+
+
+def check_writable(path: Path, flag: str) -> None:
+    """Raises RequestError, before any work is done, unless a file `path` can be written, which `flag` asks for."""
+    if path.is_dir():
+        raise RequestError(f"{flag} {path} is a folder: name a file.")
+    if not path.parent.is_dir():
+        raise RequestError(f"{flag} {path}: there is no folder {path.parent}: make it first.")
+    if not os.access(path.parent, os.W_OK):
+        raise RequestError(f"{flag} {path}: nothing may be written to {path.parent}: choose another folder.")
 
 
 def megabytes(count: int) -> str:

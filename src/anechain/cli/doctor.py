@@ -11,16 +11,14 @@ from typing import Annotated, Any
 
 import typer
 
-from anechain.cli.console import err, out, print_json
+from anechain.bake.native_parts import NATIVE, PYTHONS, native_parts, python_range
+from anechain.cli.console import check_writable, err, out, print_json
 from anechain.errors import EngineError, RequestError
 from anechain.judge.compatibility import Known, Machine, chip_name, known_problems, parse_version
 from anechain.judge.measured import Stored, feature_answer, import_record, stored_records
 from anechain.run.native import library
 
-PYTHONS = ((3, 11), (3, 14))  # from, and before which
-NATIVE = ("libmilstoragepython", "libmodelpackage")  # without them a bake cannot write weights or packages
 MAC_NATIVE = "libcoremlpython"  # what predicts, and exists on a Mac only
-_SUFFIXES = (".so", ".dylib", ".pyd")
 
 
 def doctor(
@@ -37,6 +35,8 @@ def doctor(
 
     With --record, measure the demo model on a Mac instead; with --import, take such a record into this user's store.
     """
+    if record_to is not None and (imported is not None or as_json):
+        raise RequestError("--record measures for hours and goes with no other option: leave --import and --json out.")
     if record_to is not None:
         return _measure(record_to)
     if imported is not None:
@@ -57,8 +57,7 @@ def _measure(path: Path) -> int:
     from anechain.run.coreml import CoreMLEngine
 
     CoreMLEngine()
-    if not path.parent.is_dir():
-        raise RequestError(f"--record {path}: there is no folder {path.parent}: make it first.")
+    check_writable(path, "--record")  # not after hours
     mac = Mac(mac_model()[1], chip_name(_chip()), _sysctl("hw.model"))
     write_record(make_record(mac, "demo", CoreMLEngine, err.print), path)
     err.print(f"{path}: no prompts, no serial numbers, no names; send it to us (docs/on-a-mac.md)")
@@ -69,7 +68,7 @@ def examine() -> dict[str, Any]:
     """Everything that doctor prints; imports none of what it looks for."""
     machine, tool = this_machine(), _version("coremltools")
     python, records = _python(), stored_records()
-    native = _native_parts()
+    native = native_parts((*NATIVE, MAC_NATIVE) if platform.system() == "Darwin" else NATIVE)
     return {
         "python": python,
         "system": f"{platform.system()} {platform.release()}" if platform.system() != "Darwin" else str(machine),
@@ -105,8 +104,7 @@ def _import(path: Path, as_json: bool) -> None:
 def _python() -> dict[str, Any]:
     lowest, beyond = PYTHONS
     supported = lowest <= sys.version_info[:2] < beyond
-    last = f"{beyond[0]}.{beyond[1] - 1}"
-    reason = "" if supported else f"anechain needs Python {lowest[0]}.{lowest[1]} to {last}"
+    reason = "" if supported else f"anechain needs Python {python_range()}"
     return {"version": platform.python_version(), "supported": supported, "reason": reason}
 
 
@@ -115,14 +113,6 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return ""
-
-
-def _native_parts() -> dict[str, bool]:
-    """Which native libraries lie in the folder of coremltools; importing it would take seconds and say less."""
-    spec = importlib.util.find_spec("coremltools")
-    places = [Path(p) for p in spec.submodule_search_locations or ()] if spec else []
-    names = (*NATIVE, MAC_NATIVE) if platform.system() == "Darwin" else NATIVE
-    return {name: any(p.suffix in _SUFFIXES for place in places for p in place.glob(f"{name}*")) for name in names}
 
 
 def _engines() -> dict[str, dict[str, Any]]:
@@ -163,12 +153,18 @@ def this_machine() -> Machine:
     """What known problems are matched with: of a system that is not Apple's, nothing but its name."""
     if platform.system() != "Darwin":
         return Machine(platform.system(), (), "none")
-    return Machine("macOS", parse_version(platform.mac_ver()[0]), chip_name(_chip()))
+    return Machine("macOS", parse_version(_macos()), chip_name(_chip()))
 
 
 def mac_model() -> tuple[str, str]:
     """The kind of Mac with its chip, and its system: what a compute plan is headed by."""
-    return f"{_sysctl('hw.model')} ({chip_name(_chip())})", f"macOS {platform.mac_ver()[0]}"
+    return f"{_sysctl('hw.model')} ({chip_name(_chip())})", f"macOS {_macos()}"
+
+
+def _macos() -> str:
+    """The system's own number: to a Python that was built for an earlier one macOS 26 says that it is 16
+    (python/cpython issue 135675), and a record would speak of a system that does not exist."""
+    return _sysctl("kern.osproductversion") or platform.mac_ver()[0]
 
 
 def _chip() -> str:

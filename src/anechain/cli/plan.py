@@ -11,8 +11,9 @@ from rich.table import Table
 from anechain.bake.lora import open_merged
 from anechain.bundle.cache import cache_directory
 from anechain.bundle.manifest import open_bundle, write_atomically
-from anechain.cli.console import err, out, print_json, progress
+from anechain.cli.console import check_writable, err, out, print_json, progress
 from anechain.cli.doctor import mac_model
+from anechain.errors import RequestError
 from anechain.judge.bisect import Culprit, find_culprit
 from anechain.judge.plan import Planned, make_plan
 from anechain.run.coreml import CoreMLEngine, probe
@@ -29,8 +30,14 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> int:
     """Ask Core ML where it runs each op of BUNDLE: on a Mac. Exit code 1 when --bisect finds something."""
+    if bisect and output is not None:
+        raise RequestError("--bisect makes no plan to write: leave -o out.")
+    if not bisect and (source or lora):
+        raise RequestError("--source and --lora are for --bisect: leave them out, or add it.")
     engine = CoreMLEngine(compute_units, AppleCoreML)
     opened = open_bundle(bundle)
+    if output is not None:
+        check_writable(output, "-o")
     if bisect:
         adapter = lora or (opened.adapter["ref"] if opened.adapter else None)
         original = open_merged(source or opened.source_ref, adapter)

@@ -12,7 +12,9 @@ import typer
 
 from anechain.bundle.manifest import TOKENIZER, Bundle, open_bundle
 from anechain.cli.console import err, open_engine, print_json
+from anechain.cli.doctor import this_machine
 from anechain.errors import RequestError
+from anechain.judge.measured import refuse_diverged
 from anechain.judge.prepare import baseline_file, load_baseline
 from anechain.run.chain import Chain
 from anechain.run.tokenizer import Tokenizer
@@ -46,6 +48,8 @@ def serve(
         raise RequestError("--api-key holds characters that no HTTP header can carry: use ASCII alone.")
     opened = open_bundle(bundle, verify_hashes=True)
     tokenizer = Tokenizer.load(opened.path / TOKENIZER)
+    if engine == "coreml":
+        refuse_diverged(opened, this_machine())
     chain = Chain(opened, open_engine(engine, fast=fast))
     cosine = self_check(chain, _expected(opened))
     listening = _listen(host, port)

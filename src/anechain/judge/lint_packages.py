@@ -57,12 +57,12 @@ def load_packages(path: Path, report: Progress = silent) -> tuple[list[Package],
 
 def _places(path: Path) -> tuple[list[Path], Path, str]:
     """What there may be to read at `path`, the folder that names are relative to, and the coremltools that wrote it."""
-    if path.suffix == ".mlpackage" or path.is_file():
-        if not path.exists():
-            raise RequestError(f"{path} is not there: check the path.")
-        return [path], path.parent, ""
-    if not path.is_dir():
+    if not path.exists():
         raise RequestError(f"{path} is not there: check the path.")
+    if path.is_file() and path.suffix not in (".mlpackage", *_SKIPPED):
+        raise RequestError(f"{path} is a file and no model: name a .mlpackage, a bundle or a folder of packages.")
+    if path.suffix == ".mlpackage" or path.is_file():
+        return [path], path.parent, ""
     if _is_bundle(path):
         bundle = open_bundle(path)
         return [*bundle.block_paths, bundle.head_path], path, str(bundle.tools.get("coremltools", ""))

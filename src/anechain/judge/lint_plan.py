@@ -1,6 +1,7 @@
 """A compute plan that was recorded on a Mac: which device each op was given. It overrules what was published."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +87,8 @@ def _placement(op: str, placed: Any) -> Placement:
     if placed["device"] not in DEVICES:
         raise ValueError(f"{op} is on {placed['device']!r}, which is none of {', '.join(DEVICES)}")
     cost = placed.get("cost")
+    if cost is not None and not (math.isfinite(cost) and cost >= 0):
+        raise ValueError(f"{op} has the cost {cost}, which is no share")
     return Placement(placed["device"], None if cost is None else float(cost))
 
 

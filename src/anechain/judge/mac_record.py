@@ -23,7 +23,7 @@ from anechain.bake.jobs import make_plan as plan_bake
 from anechain.bake.lora import open_merged
 from anechain.bundle.manifest import Bundle, open_bundle
 from anechain.bundle.recipe import Norm, Recipe, load_recipe, parse_recipe
-from anechain.errors import AnechainError, RecipeError
+from anechain.errors import AnechainError
 from anechain.judge.conformance import AGREEMENT, run_checks
 from anechain.judge.gate import run_gate
 from anechain.judge.plan import make_plan
@@ -34,6 +34,8 @@ from anechain.run.coreml import CoreMLEngine
 from anechain.run.reference import ReferenceEngine
 
 DECODE_TOKENS = 32  # whose median time is a decode speed
+CONVERSATIONS = 20  # that are begun and forgotten, to see whether their states are; those of SmolLM2 have 23 MB each
+PLAN_CHECK = "a compute plan is made"
 SHIPPED = ("fp16", "int8", "int8-block32", "m8")
 NOT_AVAILABLE = "not available: "
 
@@ -97,6 +99,7 @@ def make_record(
 
     What this anechain cannot bake is a trial, too, with the reason and without a verdict.
     """
+    open_merged(model, None)  # a model that is not there is said now, and not once in each row
     trials, checks = [], dict[str, str]()
     for number, row in enumerate(rows):
         say(f"{number + 1} of {len(rows)}: {row.name}")
@@ -132,15 +135,17 @@ def _trial(row: Row, model: str, make_engine: MakeEngine, out: Path, context: in
         source = open_merged(model, None)
         layers = None if row.layers is None else min(row.layers, source.spec.n_layers)
         plan = plan_bake(source, row.recipe(), context, 64, row.target, layers, **row.options)  # type: ignore[arg-type]
-    except RecipeError as error:
+        bundle = bake_with_baselines(source, plan, out, 1)
+    except AnechainError as error:
         return Trial(empty, handoff=NOT_AVAILABLE + without_paths(str(error))), {}
-    bundle = bake_with_baselines(source, plan, out, 1)
     tried = replace(empty, layers_per_package=max(len(block.layers) for block in bundle.blocks))
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         try:
             found = pool.submit(try_bundle, out, make_engine).result()
         except BrokenProcessPool:
             return Trial(tried, diverged="Core ML ended the process, after the package had been tried out alone"), {}
+        except Exception as error:  # what no engine should raise, Objective-C's own among it, costs this row alone
+            return Trial(tried, diverged=without_paths(f"{type(error).__name__}: {error}")), {}
     return replace(found.trial(tried), diverged=without_paths(found.diverged)), found.checks
 
 
@@ -162,7 +167,10 @@ class Found:
 
 
 def try_bundle(path: Path, make_engine: MakeEngine) -> Found:
-    """Loads, checks, gates, times and plans the bundle at `path`; the first failure ends it, and is the reason."""
+    """Loads, checks, gates, times and plans the bundle at `path`; the first failure ends it, and is the reason.
+
+    A plan that Core ML does not make is a check that failed, and no divergence: what it computed was right.
+    """
     bundle, found = open_bundle(path), Found()
     try:
         started = time.perf_counter()
@@ -175,10 +183,13 @@ def try_bundle(path: Path, make_engine: MakeEngine) -> Found:
         failed = [f"{check}: {reason}" for check, reason in checks.items() if reason and "hand off" not in check]
         found = replace(found, diverged="; ".join(failed))
         found = replace(found, gate=run_gate(chain, load_baseline(bundle, "m8")).to_json(), handoff=engine.handoff)
-        planned = make_plan(bundle, engine, lambda done, total, what: None)
-        return replace(found, plan=_devices(planned.places))
     except AnechainError as error:
         return replace(found, diverged="; ".join(part for part in (found.diverged, str(error)) if part))
+    try:
+        planned = make_plan(bundle, engine, lambda done, total, what: None)
+    except AnechainError as error:
+        return replace(found, checks={**found.checks, PLAN_CHECK: str(error)})
+    return replace(found, plan=_devices(planned.places), checks={**found.checks, PLAN_CHECK: ""})
 
 
 def _bench(chain: Chain) -> dict[str, float | None]:
@@ -194,13 +205,20 @@ def _bench(chain: Chain) -> dict[str, float | None]:
         started = time.perf_counter()
         chain.feed(session, [i])
         timed.append(time.perf_counter() - started)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak = _peak_rss_bytes()
+    for _ in range(CONVERSATIONS):
+        chain.start()
     return {
         "first_token_ms": prefill_s * 1e3,
         "prefill_tok_per_s": chunk / prefill_s,
         "decode_tok_per_s": 1 / float(np.median(timed)) if timed else None,
         "peak_rss_bytes": float(peak),
+        f"more_after_{CONVERSATIONS}_conversations_bytes": float(_peak_rss_bytes() - peak),
     }
+
+
+def _peak_rss_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _devices(places: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Packages:

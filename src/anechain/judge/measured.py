@@ -94,10 +94,17 @@ def refuse_diverged(bundle: Bundle, machine: Machine, records: Iterable[Stored] 
 def feature_answer(feature: str, machine: Machine, coremltools: str, records: Iterable[Stored]) -> Judgement:
     """Whether a feature of data/compatibility.toml works there. What was measured overrules what was published.
 
-    A trial that works shows that all of its features do. One that diverged does not say which of them is to blame:
-    only a feature that no working trial has, and that a working trial is without, is.
+    A trial that works shows that all of its features do, unless another of the same form diverged there. One that
+    diverged does not say which of them is to blame: only a feature that no working trial has, and that a working
+    trial is without, is.
     """
     tried = [(t, s) for t, s in _tried(machine, coremltools, records) if t.status != "unknown"]
+    diverged = [t.configuration for t, _ in tried if t.status == "broken"]
+    tried = [
+        (t, s)
+        for t, s in tried
+        if t.status == "broken" or not any(same_form(form, t.configuration) for form in diverged)
+    ]
     having = [(t, s) for t, s in tried if feature in features_of(t.configuration)]
     for trial, stored in having:
         if trial.status == "works":

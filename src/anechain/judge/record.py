@@ -6,9 +6,12 @@ a reason is cut down to its last part.
 """
 
 import json
+import lzma
 import math
 import re
+import struct
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -23,10 +26,15 @@ RECORD = "record.json"
 DEVICES = ("NE", "GPU", "CPU")
 _FIGURES = ("min_cosine", "mean_kl", "max_kl", "top1", "positions")
 _LARGEST_MEMBER = 2**26  # bytes; a plan of 30 packages has 3 MB
+_LARGEST = 2**28  # bytes of all members; 18 forms of 30 packages have 50 MB
 _HOME = re.compile(r"(?:[A-Za-z]:)?[/\\](?:Users|home)[/\\][^/\\\s:'\"]+")
 _PATH = re.compile(r"(?:file://)?(?:[A-Za-z]:)?[^/\\\s:'\"]*(?:[/\\][^/\\\s:'\"]+)*[/\\]([^/\\\s:'\"]+)")
 _FRACTION = re.compile(r"[\d.]+/[\d.]+[.,;)]?")
 _WORD = re.compile(r"[\w .,+()-]{0,80}")
+# What the archive's reader raises for damaged, encrypted and unknown contents.
+_DAMAGED = (
+    zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, EOFError, NotImplementedError, RuntimeError,
+)  # fmt: skip
 
 Ops = Mapping[str, "Device"]  # op -> where it was put
 Packages = Mapping[str, Mapping[str, Ops]]  # package file -> function -> ops
@@ -114,7 +122,8 @@ def write_record(record: Record, path: Path) -> None:
     for number, trial in enumerate(record.trials):
         if trial.plan:
             members[_plan_file(number)] = {"machine": record.machine, "os": record.os, "packages": _plain(trial.plan)}
-    if faults := _faults(record):
+    plans = {name: value for name, value in members.items() if name != RECORD}
+    if faults := _faults(_record(members[RECORD], plans)):
         raise RequestError(f"the record {path} cannot be written: {'; '.join(faults)}.")
     temporary = path.with_name(f".{path.name}.part")
     try:
@@ -139,11 +148,12 @@ def read_record(path: Path) -> Record:
                     f"the record {path} has format {data.get('format')!r} and this anechain reads {FORMAT}: use the "
                     "version that wrote it."
                 )
+            _check_members(archive, {_plan_file(number) for number in range(len(data["trials"]))})
             plans = {n: _member(archive, n) for n in archive.namelist() if n != RECORD}
         record = _record(data, plans)
     except OSError as error:
         raise RequestError(f"the record {path} cannot be read ({error.strerror}): check the path.") from None
-    except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as error:
+    except _DAMAGED as error:
         raise RequestError(f"{path} is not a record ({error}): `anechain doctor --record` writes one.") from None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise RequestError(
@@ -182,6 +192,18 @@ def _head(trial: Trial) -> dict[str, Any]:
     return {**head, "diverged": without_paths(trial.diverged), "handoff": without_paths(trial.handoff)}
 
 
+def _check_members(archive: zipfile.ZipFile, plans: set[str]) -> None:
+    """Raises ValueError for members that no trial has, for two of one name, and for more than a record can hold."""
+    names = archive.namelist()
+    if strangers := sorted({repr(name) for name in names if name not in {RECORD, *plans}}):
+        more = f" and {len(strangers) - 5} more" if len(strangers) > 5 else ""
+        raise ValueError(f"there is no trial for {', '.join(strangers[:5])}{more}")
+    if len(names) > len(set(names)):
+        raise ValueError("it holds two members of one name")
+    if (size := sum(info.file_size for info in archive.infolist())) > _LARGEST:
+        raise ValueError(f"its members have {size} bytes")
+
+
 def _member(archive: zipfile.ZipFile, name: str) -> dict[str, Any]:
     size = archive.getinfo(name).file_size
     if size > _LARGEST_MEMBER:
@@ -202,8 +224,6 @@ def _record(data: Mapping[str, Any], plans: Mapping[str, Mapping[str, Any]]) -> 
         gate = None if trial["gate"] is None else GateFigures(**trial["gate"])
         rest = {key: value for key, value in trial.items() if key not in ("configuration", "gate")}
         trials.append(Trial(configuration=Configuration(**trial["configuration"]), gate=gate, plan=packages, **rest))
-    if strangers := set(plans) - {_plan_file(n) for n in range(len(trials))}:
-        raise ValueError(f"there is no trial for {', '.join(sorted(strangers))}")
     rest = {key: value for key, value in data.items() if key not in ("format", "trials")}
     return Record(trials=tuple(trials), **rest)
 
@@ -232,8 +252,14 @@ def _faults(record: Record) -> list[str]:
         faults += [f"{at}bench {n} is no number" for n, v in trial.bench.items() if not _number(v)]
         figures = {n: getattr(trial.gate, n) for n in _FIGURES} if trial.gate else {}
         faults += [f"{at}gate {n} is no number" for n, v in figures.items() if not _number(v)]
-        devices = {d.device for fs in trial.plan.values() for ops in fs.values() for d in ops.values()}
-        faults += [f"{at}device {d!r} is none of {', '.join(DEVICES)}" for d in devices - {*DEVICES, None}]
+        if trial.gate:
+            faults += _not_a_word(at + "gate profile", trial.gate.profile)
+            faults += _not_a_word(at + "gate engine", trial.gate.engine)
+        placed = [d for fs in trial.plan.values() for ops in fs.values() for d in ops.values()]
+        strange = {str(d.device) for d in placed if d.device not in (*DEVICES, None)}
+        faults += [f"{at}device {d!r} is none of {', '.join(DEVICES)}" for d in sorted(strange)]
+        wrong = {repr(d.cost) for d in placed if not _number(d.cost) or (d.cost or 0) < 0}
+        faults += [f"{at}cost {cost} is no share" for cost in sorted(wrong)]
     return faults
 
 
@@ -249,4 +275,5 @@ def _not_a_word(name: str, value: Any) -> list[str]:
 
 
 def _number(value: Any) -> bool:
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+    """Whether it is one, or null; JSON as Python reads it has NaN and infinity, too, which are none here."""
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value))

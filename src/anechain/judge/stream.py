@@ -41,7 +41,7 @@ def stream_peak(source: Source, sequences: Sequence[np.ndarray], progress: Progr
     peak = float(oracle.stream_peak.max())
     if not math.isfinite(peak):
         raise SourceError(f"the residual stream of {source.ref} is not finite in float32: its weights are damaged.")
-    return math.ceil(peak)
+    return float(math.ceil(peak))  # as it is read back from the cache: two bakes write the same bytes
 
 
 def stream_scale(peak: float) -> float:

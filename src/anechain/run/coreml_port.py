@@ -29,7 +29,9 @@ except ImportError:  # said when an engine is asked for
 
 COMPUTE_UNITS = ("cpu-and-ne", "all", "cpu-and-gpu", "cpu")
 PLAN_TIMEOUT_S = 600.0  # a plan of a package of 15 layers compiles it for every device first
-MACOS_WITH_INT8 = 26  # the first system whose MLMultiArray knows int8
+# The first system whose MLMultiArray knows int8 is macOS 26. To a Python that was built for an earlier one it says that
+# it is 16 (python/cpython issue 135675), and no system has a number from 16 to 25.
+MACOS_WITH_INT8 = 16
 
 
 @dataclass(eq=False)
@@ -119,7 +121,7 @@ class AppleCoreML:
         if platform.system() != "Darwin":
             raise EngineError(
                 f"the coreml engine needs a Mac with Apple silicon, and this is {platform.system()} on "
-                f"{platform.machine()}: use --engine cpu."
+                f"{platform.machine()}: do this on a Mac, or with --engine cpu where the command has it."
             )
         if platform.machine() != "arm64":
             raise EngineError(

@@ -35,7 +35,7 @@ def attention(m: Matcher, last: Op) -> Match:
         both, "interleave", False
     ):
         raise NoMatchError
-    before, now = both.inputs["values"]
+    before, now = m.pair(both)
     scores, mask = m.sides(m.maker(before, "add"), "matmul")
     q, past_key = _product(m, scores, True)
     new_mask = None

@@ -2,7 +2,8 @@
 
 An entry holds the tapes, their constants, and where in the packages the matrices are: a few megabytes. It is found by
 the program of each package, by its weight file (size, time of change, inode) and by the engine's own code, so that
-anything that changes makes another entry. The oldest are removed when there are many. The folder can be deleted at any time.
+anything that changes makes another entry. The oldest are removed when there are many. The folder can be deleted at any
+time.
 """
 
 import hashlib

@@ -67,6 +67,13 @@ class Matcher:
         x, y = op.inputs["x"][0], op.inputs["y"][0]
         return (x, y) if self.is_made_by(x, kind) else (y, x)
 
+    def pair(self, op: Op) -> tuple[str, str]:
+        """The two values that a concat puts side by side."""
+        values = op.inputs["values"]
+        if len(values) != 2:
+            raise NoMatchError
+        return values[0], values[1]
+
     def scalar(self, name: str) -> float:
         array = self.function.consts.get(name)
         if array is None or array.size != 1:
@@ -184,11 +191,11 @@ def rotation(m: Matcher, last: Op) -> Match:
         straight, crossed = crossed, straight
     turned, sine = m.sides(crossed, "concat")
     both = m.maker(turned, "concat")
-    minus, first = both.inputs["values"]
+    minus, first = m.pair(both)
     second, negative = m.sides(m.maker(minus, "mul"), "split")
     halves = m.maker(second, "split")
     x = halves.inputs["x"][0]
-    cosine = next(n for p in ("x", "y") for n in straight.inputs[p] if n != x)
+    cosine = next((n for p in ("x", "y") for n in straight.inputs[p] if n != x), x)
     rank = len(last.outputs[0].shape)
     fits = [v.name for v in halves.outputs] == [first, second] and m.scalar(negative) == -1
     fits = fits and len({v.shape for v in halves.outputs}) == 1 and x in (*straight.inputs["x"], *straight.inputs["y"])
