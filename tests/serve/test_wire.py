@@ -121,6 +121,16 @@ def test_broken_bytes_are_one_replacement_and_delay_nothing() -> None:
         assert whole.text == "ab\ufffd" and whole.json["choices"][0]["finish_reason"] == "length"
 
 
+def test_the_text_goes_on_from_the_whole_prompt_wherever_it_is_cut() -> None:
+    begun = "😊".encode()[:2]
+    for prefill in (32, 0):
+        with serving(Scripted(says("😊"), prefill=prefill), prefix_bytes=1 << 20) as server:
+            for length in [*range(28, 38), 33]:
+                ids = [*b"x" * (length - len(b"assistant\n") - 2), *b"assistant\n", *begun]
+                assert len(ids) == length
+                assert server.complete(ids).json["choices"][0]["text"] == "😊", (prefill, length)
+
+
 def test_a_failure_before_the_first_token_has_a_status() -> None:
     def fail(step: int) -> None:
         raise RuntimeError("a secret prompt")

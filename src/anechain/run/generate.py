@@ -57,14 +57,15 @@ def generate(
     stop: Set[int] | None = None,
     constraint: Constraint | None = None,
     rank: int | None = None,
+    before: Sequence[int] = (),
 ) -> Iterator[Token]:
     """Feeds `prompt` and yields what follows: at most `max_tokens`, and until prompt and answer fill the context.
 
     The first token's `ms` includes the prompt. Every yielded token but the last has been fed to the session. `stop`
     holds the ids that end it, by default the tokenizer's end-of-sequence ids. With a fresh `constraint` the answer
     keeps to its grammar, and is whole unless it ends by "length". With `rank`, every token carries its Ranking among so
-    many. Raises RequestError, at once, when the prompt is
-    empty or leaves no room for an answer.
+    many. `before` is what the session was fed as the beginning of the same text: the answer's text goes on from all
+    of it. Raises RequestError, at once, when the prompt is empty or leaves no room for an answer.
     """
     if max_tokens < 1:
         raise RequestError(f"--max-tokens {max_tokens} is not a whole number of at least 1.")
@@ -76,7 +77,7 @@ def generate(
             f"{chain.room(session)}, answer included: shorten the prompt or bake with a larger --context."
         )
     ends = tokenizer.eos_ids if stop is None else stop
-    sampler, stream = Sampler(sampling, tokenizer.n_ids), tokenizer.stream(prompt)
+    sampler, stream = Sampler(sampling, tokenizer.n_ids), tokenizer.stream([*before, *prompt])
     return _tokens(chain, session, prompt, sampler, stream, max_tokens, ends, constraint, rank)
 
 

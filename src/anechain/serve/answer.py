@@ -100,8 +100,9 @@ def _choice(
         return
     limit = plan.limit or chain.bundle.context
     constraint = plan.constraint() if plan.constraint else None
+    before, rest = prompt[: session.position], prompt[session.position :]
     tokens = generate(
-        chain, session, tokenizer, prompt[session.position :], sampling, limit, constraint=constraint, rank=plan.rank
+        chain, session, tokenizer, rest, sampling, limit, constraint=constraint, rank=plan.rank, before=before
     )
     shown = _Shown(plan, choice, tokenizer)
     for token in tokens:
