@@ -107,6 +107,18 @@ def test_a_client_that_goes_while_its_prompt_is_read(stream: bool) -> None:
         assert server.chat(max_tokens=1).text == "x"
 
 
+def test_who_leaves_after_the_first_of_two_choices_has_left(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "anechain.serve")
+    with serving(Scripted(says("x" * 20), step_s=0.01)) as server:
+        connection = send(server, body(stream=True, n=2))
+        heard = b""
+        while b'"finish_reason":"stop"' not in heard:
+            heard += connection.recv(4096)
+        connection.close()
+        server.settle()
+    assert caplog.records[-1].getMessage().endswith("outcome=disconnected")
+
+
 def test_a_full_line_is_429_with_a_time_to_come_back() -> None:
     chain = Scripted(says("x" * 400), step_s=0.02)
     with serving(chain, parallel=1, queue=1) as server:
