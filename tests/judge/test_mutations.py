@@ -224,7 +224,7 @@ def too_narrow(ports: dict[str, np.ndarray], position: int) -> None:
 def without_last_layer(bundle: Bundle) -> Chain:
     chain = Chain(bundle, ReferenceEngine())
     assert len(bundle.blocks[-1].layers) == 1
-    del chain.stages[-1]
+    del chain.stages[-1], chain.scales[-1]
     return chain
 
 

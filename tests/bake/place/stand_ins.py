@@ -36,13 +36,13 @@ class Package:
 
     @classmethod
     def make_block(
-        cls, source: Any, spec: Any, recipe: Any, layers: range, context: int, chunk: int, path: Path
+        cls, source: Any, spec: Any, recipe: Any, layers: range, context: int, chunk: int, path: Path, form: Any
     ) -> None:
-        cls._write(path, f"{source.fingerprint} {recipe.name} {layers} {context} {chunk}")
+        cls._write(path, f"{source.fingerprint} {recipe.name} {layers} {context} {chunk} {form}")
 
     @classmethod
-    def make_head(cls, source: Any, spec: Any, recipe: Any, path: Path) -> None:
-        cls._write(path, f"{source.fingerprint} {recipe.name}")
+    def make_head(cls, source: Any, spec: Any, recipe: Any, path: Path, form: Any) -> None:
+        cls._write(path, f"{source.fingerprint} {recipe.name} {form}")
 
     @classmethod
     def make_embedding(cls, source: Any, recipe: Any, folder: Path) -> None:
