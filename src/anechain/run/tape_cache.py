@@ -2,7 +2,7 @@
 
 An entry holds the tapes, their constants, and where in the packages the matrices are: a few megabytes. It is found by
 the program of each package, by its weight file (size, time of change, inode) and by the engine's own code, so that
-anything that changes makes another entry. The oldest are removed when there are many. The folder can be deleted at any time.
+anything that changes makes another entry. The oldest are removed when there are many; the folder can be deleted.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ def folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "anechain" / "tapes"
 
 
-def key_of(packages: Sequence[Path], bits: int) -> str | None:
+def key_of(packages: Sequence[Path], bits: tuple[int, int]) -> str | None:
     """None for packages whose files do not lie where they usually do: those are not kept."""
     digest = hashlib.sha256(f"{bits}".encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
