@@ -16,6 +16,7 @@ to alpha, alpha the best of five by the error of rounding to nearest (Lin et al.
 
 import argparse
 import time
+from importlib import resources
 from pathlib import Path
 
 import numpy as np
@@ -185,7 +186,7 @@ def main() -> None:
     options = parser.parse_args()
     bundle = open_bundle(options.bundle)
     source, tokenizer = open_source(bundle.source_ref), Tokenizer.load(bundle.path / TOKENIZER)
-    text = tokenizer.encode((Path(__file__).parent / "calibration.txt").read_text(encoding="utf-8"))
+    text = tokenizer.encode((resources.files("anechain") / "data" / "calibration.txt").read_text(encoding="utf-8"))
     tokens = [np.array(text[i : i + 512]) for i in range(0, len(text), 512)]
     tokens += generated(source, tokenizer, options.sequences, options.length, options.seed)
     print(f"calibrated on {sum(map(len, tokens))} tokens")

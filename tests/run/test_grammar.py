@@ -121,7 +121,7 @@ def _composite(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 SCHEMAS = st.recursive(LEAVES, _composite, max_leaves=8)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(schema=SCHEMAS, seed=st.integers(0, 2**32 - 1), hot=st.booleans())
 def test_whatever_the_logits_the_answer_validates(
     schema: dict[str, Any], seed: int, hot: bool, grammars: Grammars, tokenizer: Tokenizer
@@ -303,6 +303,19 @@ def test_a_kept_grammar_starts_anew(tokenizer: Tokenizer) -> None:
     for number in range(100):
         grammars.start(Grammar("regex", f"x{number}"))
     assert len(grammars._compiled) == 32
+
+
+@pytest.mark.parametrize(
+    "document", ['{"\\u0022": "x"}', '{"\\u0061": "x"}', '{"a": 1, "a": 2}', '{"a":  1}', '{"a": "\\/"}']
+)
+def test_a_name_has_one_spelling(document: str, grammars: Grammars) -> None:
+    schema = {"properties": {'"': {"type": "integer"}, "a": {"type": "integer"}}}
+    constraint = grammars.start(Grammar.schema(schema))
+    for byte in document.encode():
+        if not constraint.allowed()[byte]:
+            return
+        constraint.accept(byte)
+    pytest.fail(f"{document} was accepted")
 
 
 def test_a_tokenizer_whose_texts_differ_is_refused(tokenizer: Tokenizer) -> None:

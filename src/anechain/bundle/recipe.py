@@ -11,6 +11,8 @@ from anechain.bundle.spec import ModelSpec, matrices_of
 from anechain.errors import RecipeError
 
 Granularity = Literal["tensor", "channel", "block"]
+Norm = Literal["max-scaled", "layer_norm"]
+NORMS: tuple[Norm, ...] = ("max-scaled", "layer_norm")
 
 
 @dataclass(frozen=True)
@@ -56,12 +58,17 @@ class Rule:
 
 @dataclass(frozen=True)
 class Recipe:
-    """An ordered list of rules. A matrix that no rule matches stays fp16."""
+    """An ordered list of rules. A matrix that no rule matches stays fp16.
+
+    `norm` is how an RMSNorm is written: scaled by the row's maximum, or as a layer_norm of [x, -x]. The second is there
+    to be compared on a Mac: with fp16 inside the op, |x| > 255 overflows (docs/decisions/0019-the-other-norm.md).
+    """
 
     name: str
     compute: Literal["fp16", "fp32"]
     rules: tuple[Rule, ...]
     layers_per_package: int | None = None  # the recipe's own wish; the command line's flag wins
+    norm: Norm = "max-scaled"
 
     def scheme_for(self, matrix: str) -> Scheme:
         return next((r.scheme for r in self.rules if fnmatchcase(matrix, r.pattern)), FP16)
@@ -88,15 +95,16 @@ class Recipe:
             "compute": self.compute,
             "layers_per_package": self.layers_per_package,
             "rules": rules,
+            **({} if self.norm == NORMS[0] else {"norm": self.norm}),  # so that other recipes stay what they were
         }
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> "Recipe":
         rules = tuple(Rule(r["match"], parse_scheme(r["scheme"])) for r in data["rules"])
-        return Recipe(data["name"], data["compute"], rules, data["layers_per_package"])
+        return Recipe(data["name"], data["compute"], rules, data["layers_per_package"], data.get("norm", NORMS[0]))
 
 
-_TOP, _RULE = {"name", "compute", "layers_per_package", "rule"}, {"match", "scheme"}
+_TOP, _RULE = {"name", "compute", "layers_per_package", "norm", "rule"}, {"match", "scheme"}
 
 
 def parse_recipe(text: str, where: str) -> Recipe:
@@ -109,6 +117,9 @@ def parse_recipe(text: str, where: str) -> Recipe:
     compute = data.get("compute", "fp16")
     if compute not in ("fp16", "fp32"):
         faults.append(f'compute = {compute!r} (use "fp16" or "fp32")')
+    norm = data.get("norm", NORMS[0])
+    if norm not in NORMS:
+        faults.append(f"norm = {norm!r} (use {' or '.join(map(repr, NORMS))})")
     per_package = data.get("layers_per_package")
     if per_package is not None and (
         not isinstance(per_package, int) or isinstance(per_package, bool) or per_package < 1
@@ -129,7 +140,7 @@ def parse_recipe(text: str, where: str) -> Recipe:
                 faults.append(f"rule {number}: {str(error).rstrip('.')}")
     if faults:
         raise RecipeError(f"{where} cannot be used: {'; '.join(faults)}.")
-    return Recipe(str(data.get("name", Path(where).stem)), compute, tuple(rules), per_package)
+    return Recipe(str(data.get("name", Path(where).stem)), compute, tuple(rules), per_package, norm)
 
 
 def load_recipe(ref: str) -> Recipe:

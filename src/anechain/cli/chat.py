@@ -9,7 +9,9 @@ import typer
 
 from anechain.bundle.manifest import TOKENIZER, open_bundle
 from anechain.cli.console import err, open_engine, open_grammar, print_json
+from anechain.cli.doctor import this_machine
 from anechain.errors import RequestError
+from anechain.judge.measured import refuse_diverged
 from anechain.run.chain import Chain
 from anechain.run.conversation import Conversation
 from anechain.run.sample import Sampling
@@ -21,6 +23,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="the system prompt, instead of the template's own")] = None,
     engine: Annotated[str, typer.Option(help="cpu, reference or coreml")] = "cpu",
     fast: Annotated[bool, typer.Option(help="cpu: bf16 arithmetic where the machine has it")] = False,
+    compute_units: Annotated[str, typer.Option(help="coreml: cpu-and-ne (the default), all, cpu-and-gpu, cpu")] = "",
     max_tokens: Annotated[int, typer.Option(help="the longest answer")] = 512,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token")] = 0.0,
     top_k: Annotated[int, typer.Option(help="draw from the k likeliest, 0 for all")] = 0,
@@ -36,7 +39,9 @@ def chat(
     wanted = open_grammar(schema, regex, grammar)
     opened = open_bundle(bundle)
     tokenizer = Tokenizer.load(opened.path / TOKENIZER)
-    chain = Chain(opened, open_engine(engine, fast=fast))
+    if engine == "coreml":
+        refuse_diverged(opened, this_machine())
+    chain = Chain(opened, open_engine(engine, fast=fast, compute_units=compute_units))
     conversation = Conversation(chain, tokenizer, sampling, system, grammar=wanted)
     interactive, turns = sys.stdin.isatty(), list[dict[str, Any]]()
     for line in _lines(interactive):

@@ -45,25 +45,28 @@ def progress(title: str) -> Iterator[Report]:
 
 def print_json(value: dict[str, Any]) -> None:
     """The one object that `--json` puts on stdout; what JSON has no number for (NaN, infinity) becomes null."""
-    json.dump(_plain(value), sys.stdout, allow_nan=False, indent=1)
+    json.dump(plain(value), sys.stdout, allow_nan=False, indent=1)
     sys.stdout.write("\n")
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """As JSON holds it: what it has no number for becomes null."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value
 
 
-def open_engine(name: str, stress: bool = False, fast: bool = False) -> Engine:
+def open_engine(name: str, stress: bool = False, fast: bool = False, compute_units: str = "") -> Engine:
     """The engine that `--engine` names.
 
     Raises EngineError when it is not there, RequestError when there is no such one or it has no such mode.
     """
+    if compute_units and name != "coreml":
+        raise RequestError(f"--compute-units are Core ML's: use --engine coreml, or {name} without them.")
     if fast and name not in ("cpu", "openvino"):
         raise RequestError(f"--fast is a mode of the cpu engine: use --engine cpu, or {name} without it.")
     if name == "reference":
@@ -75,7 +78,9 @@ def open_engine(name: str, stress: bool = False, fast: bool = False) -> Engine:
 
         return cpu_engine("fast" if fast else "exact", native=name == "cpu")
     if name == "coreml":
-        raise EngineError("the coreml engine needs a Mac and is not part of this version: use --engine cpu.")
+        from anechain.run.coreml import CoreMLEngine
+
+        return CoreMLEngine(compute_units) if compute_units else CoreMLEngine()
     raise RequestError(f"--engine {name} is not known: use {', '.join(ENGINES)}.")
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from anechain.bundle.cache import cache_directory
 from anechain.bundle.manifest import TOKENIZER, Bundle
 from anechain.errors import BundleError, RequestError
 from anechain.judge.baseline import STEPS, Baseline, Profile, PromptIds, build_baseline, prompts_of
+from anechain.judge.boundaries import boundary_scales, calibration_ids, kept_peaks, layer_peaks
 from anechain.judge.oracle import Oracle
 from anechain.judge.stream import kept_peak, probes, stream_peak, stream_scale
 from anechain.run.chat import ChatTemplate
@@ -53,8 +54,8 @@ def bake_with_baselines(
     in `cache_directory()`; so is how far the residual stream reaches, by which the plan's spec is scaled.
     `oracle_progress` counts the layers of a computation. Raises RequestError when that folder cannot be written to.
     """
-    folder = _cache_folder("baselines")
-    plan = with_stream_scale(plan, source, oracle_progress)
+    folder = cache_folder("baselines")
+    plan = with_boundary_scales(with_stream_scale(plan, source, oracle_progress), source, oracle_progress)
 
     def attach(extras: Path) -> None:
         tokenizer = Tokenizer.load(extras / TOKENIZER)
@@ -71,20 +72,42 @@ def bake_with_baselines(
 
 def with_stream_scale(plan: Plan, source: Source, progress: Callable[[int, int, str], None] | None = None) -> Plan:
     """`plan` with the measured peak of the residual stream, and scaled by the power of two that it needs in fp16."""
-    with tempfile.TemporaryDirectory() as folder:
-        for name, content in source.text_files.items():
-            (Path(folder) / name).write_bytes(content)
-        sequences = probes(Tokenizer.load(Path(folder)).encode)
-    decided = hashlib.sha256(source.fingerprint.encode())
-    for ids in sequences:
-        decided.update(ids.tobytes() + b"|")
-    path = _cache_folder("streams") / f"{decided.hexdigest()[:32]}.json"
+    sequences = probes(_tokenizer(source).encode)
+    path = _measured(source, sequences, "streams")
     report = None if progress is None else lambda done, total: progress(done, total, "stream")
     peak = kept_peak(path, lambda: stream_peak(source, sequences, report))
     return replace(plan, spec=replace(plan.spec, stream_scale=stream_scale(peak)), stream_peak=peak)
 
 
-def _cache_folder(name: str) -> Path:
+def with_boundary_scales(plan: Plan, source: Source, progress: Callable[[int, int, str], None] | None = None) -> Plan:
+    """`plan` with a scale for each boundary between packages, if it hands hidden states on in int8."""
+    if not plan.int8_boundaries:
+        return plan
+    sequences = calibration_ids(_tokenizer(source).encode)
+    report = None if progress is None else lambda done, total: progress(done, total, "boundaries")
+    path = _measured(source, sequences, "boundaries")
+    peaks = kept_peaks(path, plan.spec.n_layers + 1, lambda: layer_peaks(source, sequences, report))
+    scales = boundary_scales(peaks, [block.start for block in plan.blocks], plan.spec.stream_scale)
+    return replace(plan, boundary_scales=scales)
+
+
+def _tokenizer(source: Source) -> Tokenizer:
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in source.text_files.items():
+            (Path(folder) / name).write_bytes(content)
+        return Tokenizer.load(Path(folder))
+
+
+def _measured(source: Source, sequences: Sequence[np.ndarray], kind: str) -> Path:
+    """Where in the cache it is kept what was measured of `source` while it read `sequences`."""
+    decided = hashlib.sha256(source.fingerprint.encode())
+    for ids in sequences:
+        decided.update(ids.tobytes() + b"|")
+    return cache_folder(kind) / f"{decided.hexdigest()[:32]}.json"
+
+
+def cache_folder(name: str) -> Path:
+    """The folder `name` in `cache_directory()`, which is made. Raises RequestError when that cannot be."""
     folder = cache_directory() / name
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -55,7 +55,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
+def as_text(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message whose content in parts has become their texts, one after another with nothing between.
 
     Raises RequestError, naming the types of all parts that are not text.
@@ -125,7 +125,7 @@ class ChatTemplate:
             try:
                 return template.render(messages=chat, add_generation_prompt=add_generation_prompt, **values)
             except TypeError:  # a template of the older kind, which adds strings, has met a content in parts
-                chat = [_as_text(message) for message in chat]
+                chat = [as_text(message) for message in chat]
                 return template.render(messages=chat, add_generation_prompt=add_generation_prompt, **values)
         except RequestError:
             raise

@@ -19,7 +19,6 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from numpy.typing import DTypeLike
 
 from anechain.bundle.cache import cache_directory
 from anechain.bundle.manifest import record_files, write_atomically
-from anechain.bundle.program import Value, read_program
+from anechain.bundle.program import Program, Value, read_program
 from anechain.errors import AnechainError, EngineError
 from anechain.run.coreml_port import COMPUTE_UNITS, AppleCoreML, Buffer, Placed, Port
 from anechain.run.engine import State
@@ -44,7 +43,7 @@ Say = Callable[[str], None]
 
 
 class Handoff:
-    """What became of the outputs of all stages: how many were checked, and how many copied, where and why."""
+    """What became of what all stages took and gave: how many arrays there were, and how many copied, where and why."""
 
     def __init__(self) -> None:
         self.checked = 0
@@ -60,7 +59,7 @@ class Handoff:
         if self.copied:
             worst = "; ".join(f"{package}: {reason}, {n} times" for (package, reason), n in self.copied.most_common(3))
             return f"copied {self.copied.total()} of {self.checked} ({worst})"
-        return f"zero-copy ({self.checked} checked)" if self.checked else "not measured: nothing was predicted"
+        return f"zero-copy ({self.checked} arrays)" if self.checked else "not measured: nothing was predicted"
 
 
 class CoreMLEngine:
@@ -95,20 +94,25 @@ class CoreMLEngine:
     def load(self, packages: Sequence[Path]) -> "CoreMLStage":
         if len(packages) != 1:
             raise EngineError("the coreml engine runs one package a stage: load each alone.")
-        package = packages[0]
+        program = read_program(packages[0])
+        place = self._probed(packages[0])
+        return CoreMLStage(self._port, place, program, self.units, self._buffers, self._handoff)
+
+    def plan(self, package: Path) -> dict[str, dict[str, Placed]]:
+        """function -> op -> where Core ML means to run it. Raises what `load` raises."""
+        functions = read_program(package).functions
+        compiled = self._probed(package).compiled(self._port)
+        return {name: dict(self._port.plan(compiled, name, self.units)) for name in functions}
+
+    def _probed(self, package: Path) -> "_Place":
+        """Where a package lies that was tried out, now or before."""
         place = _Place(package, self._cache, self._port.system())
         if not place.was_probed(self.units):
-            fault = probe(packages, self.units, self._make_port, self._cache)
+            fault = probe([package], self.units, self._make_port, self._cache)
             if fault:
                 raise EngineError(fault)
             place.set_probed(self.units)
-        return CoreMLStage(self._port, place, self.units, self._buffers, self._handoff)
-
-    def plan(self, package: Path) -> dict[str, dict[str, Placed]]:
-        """function -> op -> where Core ML means to run it."""
-        place = _Place(package, self._cache, self._port.system())
-        functions = read_program(package).functions
-        return {name: dict(self._port.plan(place.compiled(self._port), name, self.units)) for name in functions}
+        return place
 
 
 class _Place:
@@ -140,36 +144,35 @@ class _Place:
         return (self._folder / f"probed-{units}").exists()
 
     def set_probed(self, units: str) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self._folder / f"probed-{units}", b"")
 
 
 class CoreMLState:
-    """The states of one conversation in one package: one MLState, which both functions use.
-
-    Predictions on it never overlap: each takes its lock.
-    """
+    """The states of one conversation in one package: one MLState, which both functions use."""
 
     def __init__(self, stage: "CoreMLStage", handle: Any) -> None:
-        self.stage, self.handle, self.lock = stage, handle, threading.Lock()
+        self.stage, self.handle = stage, handle
 
-    def copy(self) -> "CoreMLState":
-        with self.lock:
-            return self.stage.copy_of(self)
+    def copy(self, tokens: int | None = None) -> "CoreMLState":
+        """All of it, whatever `tokens`: a state of Core ML has one size."""
+        return self.stage.copy_of(self)
 
 
 class CoreMLStage:
-    """One package, loaded: a model for each of its functions."""
+    """One package, loaded: a model for each of its functions. One prediction at a time, so none overlap on a state."""
 
     def __init__(
         self,
         port: Port,
         place: _Place,
+        program: Program,
         units: str,
         buffers: Mapping[int, Buffer],
         handoff: Handoff,
         say: Say = lambda doing: None,
     ) -> None:
-        program = read_program(place.package)
+        self._lock = threading.Lock()
         self._port, self._name, self._own, self._handoff = port, place.package.name, buffers, handoff
         self._plan = StagePlan([program])
         self._shapes = {
@@ -195,21 +198,23 @@ class CoreMLStage:
         def clear(array: np.ndarray) -> None:
             array[...] = 0
 
-        state = CoreMLState(self, self._port.new_state(self._models[self.functions[0]]))
-        for value in self._states:
-            self._port.visit_state(state.handle, value.name, clear)
+        with self._port.pool():
+            state = CoreMLState(self, self._port.new_state(self._models[self.functions[0]]))
+            for value in self._states:
+                self._port.visit_state(state.handle, value.name, clear)
         return state
 
     def copy_of(self, state: CoreMLState) -> CoreMLState:
         """Core ML has no copy of a state: it is read out, and written into a new one."""
-        copy = CoreMLState(self, self._port.new_state(self._models[self.functions[0]]))
-        for value in self._states:
-            seen = self._contents(state, value.name)
+        with self._lock, self._port.pool():
+            copy = CoreMLState(self, self._port.new_state(self._models[self.functions[0]]))
+            for value in self._states:
+                seen = self._contents(state, value.name)
 
-            def write(array: np.ndarray, seen: np.ndarray = seen) -> None:
-                np.copyto(array, seen)
+                def write(array: np.ndarray, seen: np.ndarray = seen) -> None:
+                    np.copyto(array, seen)
 
-            self._port.visit_state(copy.handle, value.name, write)
+                self._port.visit_state(copy.handle, value.name, write)
         return copy
 
     def _contents(self, state: CoreMLState, name: str) -> np.ndarray:
@@ -222,13 +227,15 @@ class CoreMLStage:
     ) -> None:
         own = self._check(function, inputs, state, outputs)
         ports = self._plan.steps[function]
-        given = {name: self._shared(function, name, inputs[name]) for name in ports.inputs}
-        backings = {name: self._shared(function, name, outputs[name]) for name in ports.outputs}
-        buffers = (*given.values(), *backings.values())
-        with own.lock if own else nullcontext(), self._port.pool():
+        reasons = []
+        with self._lock, self._port.pool():
+            given = {name: self._shared(function, name, inputs[name]) for name in ports.inputs}
+            backings = {name: self._shared(function, name, outputs[name]) for name in ports.outputs}
+            buffers = (*given.values(), *backings.values())
             for name, buffer in given.items():
                 if buffer.array is not inputs[name]:
                     np.copyto(buffer.array, inputs[name])
+                    reasons.append(f"{function} {name} is not one of this engine's buffers")
             key = function, buffers
             if key not in self._requests:
                 self._requests[key] = self._port.prepare(self._models[function], given, backings)
@@ -239,7 +246,6 @@ class CoreMLStage:
                 raise EngineError(f"{self._name}, function {function!r}: {error}") from error
             finally:
                 self._port.take_back(buffers)
-            reasons = []
             for name, backing in backings.items():
                 if not backing.address or returned[name].address != backing.address:
                     returned[name].copy_to(backing.array)
@@ -247,7 +253,7 @@ class CoreMLStage:
                 if backing.array is not outputs[name]:
                     np.copyto(outputs[name], backing.array)
                     reasons.append(f"{function} {name} is not one of this engine's buffers")
-            self._handoff.note(self._name, len(backings), reasons)
+            self._handoff.note(self._name, len(buffers), reasons)
 
     def _shared(self, function: str, name: str, array: np.ndarray) -> Buffer:
         """The buffer that an array is the host's view of; for any other array one to copy from and to."""
@@ -343,18 +349,23 @@ def _ended(code: int) -> str:
 
 def _try_out(packages: list[Path], units: str, make_port: MakePort, cache: Path, pipe: Connection) -> None:
     """The worker's part: says what it is about to do, so that its end can be told apart."""
+    doing = "the process began"
     try:
         port = make_port()
         stages = []
         for package in packages:
 
-            def say(doing: str, name: str = package.name) -> None:
-                pipe.send(("doing", f"{name} {doing}"))
+            def say(what: str, name: str = package.name) -> None:
+                nonlocal doing
+                doing = f"{name} {what}"
+                pipe.send(("doing", doing))
 
             place = _Place(package, cache, port.system())
-            stages.append(CoreMLStage(port, place, units, {}, Handoff(), say))
+            stages.append(CoreMLStage(port, place, read_program(package), units, {}, Handoff(), say))
             stages[-1].try_out(say)
     except AnechainError as error:
         pipe.send((_REFUSED, str(error)))
+    except Exception as error:  # an exception of Objective-C comes as PyObjC's own
+        pipe.send((_REFUSED, f"while {doing}: {type(error).__name__}: {error}."))
     else:
         pipe.send((_DONE, ""))

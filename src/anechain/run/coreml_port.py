@@ -200,7 +200,9 @@ class AppleCoreML:
         status, pixels = CoreVideo.CVPixelBufferCreate(None, width, height, self._types[kind][0], attributes, None)
         if status != CoreVideo.kCVReturnSuccess:
             raise EngineError(f"Core Video cannot make a pixel buffer of {height} x {width} (status {status}).")
-        handle = CoreML.MLMultiArray.alloc().initWithPixelBuffer_shape_(pixels, list(shape))
+        handle = CoreML.MLMultiArray.alloc().initWithPixelBuffer_shape_(pixels, _numbers(shape))
+        if handle is None:
+            _refuse(f"make an array of {list(shape)} on a pixel buffer", None)
         _lock(pixels)
         row = CoreVideo.CVPixelBufferGetBytesPerRow(pixels)
         memory = CoreVideo.CVPixelBufferGetBaseAddress(pixels).as_buffer(row * height)
@@ -210,7 +212,7 @@ class AppleCoreML:
 
     def _plain(self, shape: Sequence[int]) -> Buffer:
         handle, error = CoreML.MLMultiArray.alloc().initWithShape_dataType_error_(
-            list(shape), CoreML.MLMultiArrayDataTypeInt32, None
+            _numbers(shape), CoreML.MLMultiArrayDataTypeInt32, None
         )
         if handle is None:
             _refuse(f"make an array of {list(shape)}", error)
@@ -239,11 +241,11 @@ class AppleCoreML:
 
     def prepare(self, model: Any, inputs: Mapping[str, Buffer], backings: Mapping[str, Buffer]) -> _Request:
         values = {n: CoreML.MLFeatureValue.featureValueWithMultiArray_(b.handle) for n, b in inputs.items()}
-        features, error = CoreML.MLDictionaryFeatureProvider.alloc().initWithDictionary_error_(values, None)
+        features, error = CoreML.MLDictionaryFeatureProvider.alloc().initWithDictionary_error_(_mapping(values), None)
         if features is None:
             _refuse("take the inputs", error)
         options = CoreML.MLPredictionOptions.alloc().init()
-        options.setOutputBackings_({name: buffer.handle for name, buffer in backings.items()})
+        options.setOutputBackings_(_mapping({name: buffer.handle for name, buffer in backings.items()}))
         return _Request(model, features, options, tuple(backings))
 
     def predict(self, request: _Request, state: Any) -> dict[str, _Output]:
@@ -267,6 +269,19 @@ def row_strides(shape: Sequence[int], dtype: np.dtype, row_bytes: int) -> tuple[
     for length in (1, *reversed(shape[1:-1])):
         strides.append(row_bytes if len(strides) == 1 else strides[-1] * length)
     return tuple(reversed(strides[: len(shape)]))
+
+
+# What Core ML reads during a prediction is Foundation's own: a list or a dict of Python would be handed over as a proxy
+# that calls back into Python, and waits for the interpreter's lock.
+
+
+def _numbers(values: Sequence[int]) -> Any:
+    return Foundation.NSArray.arrayWithArray_([Foundation.NSNumber.numberWithLongLong_(int(n)) for n in values])
+
+
+def _mapping(items: Mapping[str, Any]) -> Any:
+    keys = [Foundation.NSString.stringWithString_(name) for name in items]
+    return Foundation.NSDictionary.dictionaryWithObjects_forKeys_(list(items.values()), keys)
 
 
 def _url(path: Path) -> Any:
@@ -322,6 +337,7 @@ def _view(array: Any) -> np.ndarray:
         CoreML.MLMultiArrayDataTypeFloat16: np.float16,
         CoreML.MLMultiArrayDataTypeFloat32: np.float32,
         CoreML.MLMultiArrayDataTypeInt32: np.int32,
+        CoreML.MLMultiArrayDataTypeInt8: np.int8,
     }
     dtype = np.dtype(kinds[array.dataType()])
     shape = [int(n) for n in array.shape()]

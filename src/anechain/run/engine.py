@@ -14,7 +14,8 @@ class State(Protocol):
     A step reads the state as it was when the step began, whatever the program writes meanwhile: states are values.
     """
 
-    def copy(self) -> "State": ...
+    def copy(self, tokens: int | None = None) -> "State":
+        """Another one of the same content; with `tokens`, as it was before the chain saw more than so many."""
 
 
 class Stage(Protocol):

@@ -5,11 +5,13 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from anechain.errors import RequestError
 from anechain.run.chain import Chain, Session
 from anechain.run.detokenizer import Detokenizer
 from anechain.run.grammar import Constraint
-from anechain.run.sample import Sampler, Sampling
+from anechain.run.sample import Sampler, Sampling, log_probabilities
 from anechain.run.tokenizer import Tokenizer
 
 
@@ -27,6 +29,22 @@ class Token:
     text: str
     ms: float
     finish: Literal["stop", "length"] | None = None
+    ranking: "Ranking | None" = None
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """How likely a token was to the model itself, and the likeliest ones in its place: ids and natural logarithms."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+def ranking(logits: np.ndarray, n_ids: int, token: int, count: int) -> Ranking:
+    """The rank of `token` in `logits` [V], and the `count` likeliest of the tokenizer's ids. Raises EngineError."""
+    values = log_probabilities(logits, n_ids)[:n_ids]
+    best = np.argsort(-values, kind="stable")[:count] if count else np.empty(0, np.int64)
+    return Ranking(float(values[token]), tuple((int(i), float(values[i])) for i in best))
 
 
 def generate(
@@ -38,12 +56,14 @@ def generate(
     max_tokens: int,
     stop: Set[int] | None = None,
     constraint: Constraint | None = None,
+    rank: int | None = None,
 ) -> Iterator[Token]:
     """Feeds `prompt` and yields what follows: at most `max_tokens`, and until prompt and answer fill the context.
 
     The first token's `ms` includes the prompt. Every yielded token but the last has been fed to the session. `stop`
     holds the ids that end it, by default the tokenizer's end-of-sequence ids. With a fresh `constraint` the answer
-    keeps to its grammar, and is whole unless it ends by "length". Raises RequestError, at once, when the prompt is
+    keeps to its grammar, and is whole unless it ends by "length". With `rank`, every token carries its Ranking among so
+    many. Raises RequestError, at once, when the prompt is
     empty or leaves no room for an answer.
     """
     if max_tokens < 1:
@@ -57,7 +77,7 @@ def generate(
         )
     ends = tokenizer.eos_ids if stop is None else stop
     sampler, stream = Sampler(sampling, tokenizer.n_ids), tokenizer.stream(prompt)
-    return _tokens(chain, session, prompt, sampler, stream, max_tokens, ends, constraint)
+    return _tokens(chain, session, prompt, sampler, stream, max_tokens, ends, constraint, rank)
 
 
 def _tokens(
@@ -69,11 +89,13 @@ def _tokens(
     max_tokens: int,
     ends: Set[int],
     constraint: Constraint | None,
+    rank: int | None,
 ) -> Iterator[Token]:
     fed = prompt
     for count in range(1, max_tokens + 1):
         started = time.perf_counter()
-        token = sampler.choose(chain.feed(session, fed), constraint.allowed() if constraint else None)
+        logits = chain.feed(session, fed)
+        token = sampler.choose(logits, constraint.allowed() if constraint else None)
         finish: Literal["stop", "length"] | None = None
         if token in ends or (constraint and _completes(constraint, token)):
             finish = "stop"
@@ -81,7 +103,8 @@ def _tokens(
             finish = "length"
         text = "" if token in ends else stream.feed(token)
         text += stream.flush() if finish else ""
-        yield Token(token, text, (time.perf_counter() - started) * 1e3, finish)
+        ranked = None if rank is None else ranking(logits, sampler.n_ids, token, rank)
+        yield Token(token, text, (time.perf_counter() - started) * 1e3, finish, ranked)
         if finish:
             return
         fed = [token]

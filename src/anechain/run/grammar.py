@@ -120,7 +120,7 @@ class Grammars:
     def _compile(self, grammar: Grammar, after_thinking: bool) -> LLMatcher:
         if (size := len(grammar.text.encode())) > MAX_BYTES:
             raise _refused(grammar.kind, f"it has {size} bytes, and {MAX_BYTES} are the most")
-        schema = _parsed(grammar.text) if grammar.kind == "schema" else None
+        schema = checked_schema(grammar.text) if grammar.kind == "schema" else None
         part = {"name": "answer"} | _part(grammar)
         matcher = _on_a_large_stack(lambda: LLMatcher(self._library, json.dumps({"grammars": [part]}), log_level=0))
         if matcher.is_error():
@@ -162,10 +162,7 @@ class Grammars:
 def _part(grammar: Grammar) -> dict[str, Any]:
     """llguidance's form of `grammar`; raises RequestError."""
     if grammar.kind == "schema":
-        schema = _parsed(grammar.text)
-        if faults := faults_of(schema):
-            raise _refused("schema", "; ".join(faults))
-        return {"json_schema": schema | {"x-guidance": JSON_OPTIONS}}
+        return {"json_schema": json.loads(grammar.text) | {"x-guidance": JSON_OPTIONS}}
     if grammar.kind == "regex":
         inner: dict[str, Any] = json.loads(LLMatcher.grammar_from_regex(grammar.text))["grammars"][0]
         return {"lark_grammar": inner["lark_grammar"]}
@@ -176,13 +173,17 @@ def _json_grammar(schema: dict[str, Any]) -> str:
     return json.dumps({"grammars": [{"json_schema": schema | {"x-guidance": JSON_OPTIONS}}]})
 
 
-def _parsed(text: str) -> dict[str, Any]:
+def checked_schema(text: str) -> dict[str, Any]:
+    """The schema in `text`, before it is compiled. Raises RequestError, naming all that could not be kept."""
     try:
         schema = json.loads(text)
+        if not isinstance(schema, dict):
+            raise _refused("schema", f"it is a JSON {type(schema).__name__} and not an object")
+        faults = faults_of(schema)
     except (ValueError, RecursionError) as error:
         raise _refused("schema", f"it is not JSON ({error})") from None
-    if not isinstance(schema, dict):
-        raise _refused("schema", f"it is a JSON {type(schema).__name__} and not an object")
+    if faults:
+        raise _refused("schema", "; ".join(faults))
     return schema
 
 

@@ -31,7 +31,7 @@ class ReferenceState:
 
     packages: list[Values]
 
-    def copy(self) -> "ReferenceState":
+    def copy(self, tokens: int | None = None) -> "ReferenceState":
         return ReferenceState([dict(states) for states in self.packages])
 
 

@@ -35,13 +35,14 @@ class CellState(HeldState):
 
     used: list[int]  # how many cells hold anything
 
-    def copy(self) -> "CellState":
+    def copy(self, tokens: int | None = None) -> "CellState":
+        used = self.used if tokens is None else [min(cells, tokens) for cells in self.used]
         made = [{name: _zeros(array.shape) for name, array in states.items()} for states in self.packages]
         for old, new in zip(self.packages, made, strict=True):
             for name, array in old.items():
-                box = (slice(None), slice(None), slice(self.used[0])) if array.ndim > CELLS else (...,)
+                box = (slice(None), slice(None), slice(used[0])) if array.ndim > CELLS else (...,)
                 new[name][box] = array[box]
-        return CellState(made, self.plan, list(self.used))
+        return CellState(made, self.plan, list(used))
 
 
 def _zeros(shape: Sequence[int]) -> np.ndarray:
