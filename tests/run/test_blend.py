@@ -18,12 +18,15 @@ from anechain.run.openvino import CpuEngine
 from anechain.run.past_cells import needs_visible_only
 from anechain.run.reference import ReferenceEngine
 from anechain.run.stage_plan import StagePlan
+from anechain.run.tape import TapeEngine
 from tests.bundle_maker import make_bundle, tiny_source
+from tests.run.native_case import MISSING
 
 ENGINES: dict[str, Callable[[], Engine]] = {
     "reference": ReferenceEngine,
     "stress": lambda: ReferenceEngine(stress=True),
     "cpu": lambda: CpuEngine("exact"),
+    **({} if MISSING else {"native": lambda: TapeEngine("exact")}),
 }
 UPDATES = ("slice", "blend")
 

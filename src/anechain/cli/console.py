@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from anechain.errors import EngineError, RequestError
+from anechain.errors import RequestError
 from anechain.run.engine import Engine
 from anechain.run.grammar import Grammar
 
