@@ -150,7 +150,7 @@ def test_a_step_allocates_nothing_that_stays_and_no_tensor(bundles: dict[str, Bu
     chain.feed(session, IDS[:40])
     feed, stage = chain._feeds["decode"], chain.stages[0]
     feed.fill(session.position)
-    inputs, outputs = {"hidden": feed.hidden[0], **feed.ports}, {"hidden_out": feed.hidden[1]}
+    inputs, outputs = {"hidden": feed.here(None), **feed.ports}, {"hidden_out": feed.advance(None)}
     for _ in range(3):
         stage.step("decode", inputs, session.states[0], outputs)
     tracemalloc.start()
