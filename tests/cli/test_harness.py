@@ -11,6 +11,8 @@ import pytest
 
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 
+pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install -e .[lm-eval]")
+
 import lm_eval
 import torch
 from lm_eval.tasks import TaskManager

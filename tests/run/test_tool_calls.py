@@ -83,6 +83,15 @@ def test_calls_are_read() -> None:
     assert calls_in(both) == [("f", '{"x": 3}'), ("g", '["é"]')]
     assert calls_in(GOOD) == [("f", '{"x": 3}')]
     assert calls_in(f"{CALL}{GOOD[:-4]}") == calls_in("[1]") == calls_in("") == []
+    assert calls_in(f"{CALL}{GOOD}{CALL_END}\n{CALL}{GOOD[:-4]}") == [("f", '{"x": 3}')], "the second was cut off"
+
+
+@pytest.mark.parametrize("tag", [CALL, CALL_END, f"{CALL}{{}}{CALL_END}"])
+def test_an_argument_may_hold_the_tags_of_a_call(tag: str) -> None:
+    call = json.dumps({"name": "f", "arguments": {"x": f"a {tag} b"}})
+    wanted = ("f", json.dumps({"x": f"a {tag} b"}))
+    assert calls_in(call) == [wanted]
+    assert calls_in(f"{CALL}{call}{CALL_END}\n{CALL}\n{GOOD}\n{CALL_END}") == [wanted, ("f", '{"x": 3}')]
 
 
 def test_a_tool_that_cannot_be_kept_is_named() -> None:

@@ -178,7 +178,9 @@ metric_list: [{metric: acc}]
 
 @pytest.mark.slow
 def test_the_evaluation_harness(real: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install lm-eval[api]")
+    for name in ("lm_eval", "tenacity", "aiohttp"):  # the last two for models behind a server
+        pytest.importorskip(name, reason=f"{name} is not installed: pip install -e .[lm-eval]")
+    import lm_eval
     from lm_eval.models.openai_completions import LocalCompletionsAPI
     from lm_eval.tasks import TaskManager
 

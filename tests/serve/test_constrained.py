@@ -187,6 +187,10 @@ def test_a_call_that_is_free_is_made_or_not(stream: bool) -> None:
             reply = server.chat(tools=[TOOL], stream=stream)
             assert reply.text == text and reason(reply) == ("tool_calls" if wanted else "stop")
             assert calls(reply) == [("weather", {"city": "Oslo"})] * wanted
+    about = '<tool_call>{"name": "weather", "arguments": {"city": "</tool_call>"}}</tool_call>'
+    long = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    with serving(Scripted(says(about), context=2048), tokenizer(TOOLS_TEMPLATE)) as server:
+        assert calls(server.chat(tools=[long], stream=stream)) == [("weather", {"city": "</tool_call>"})]
     broken = '<tool_call>{"name": "rm", "arguments": {"x": 1}}</tool_call>'
     with serving(Scripted(says(broken), context=2048), tokenizer(TOOLS_TEMPLATE)) as server:
         for name, arguments in calls(server.chat(tools=[TOOL], stream=stream, temperature=0)):

@@ -138,6 +138,8 @@ def test_markdown_is_shown_and_html_is_not_run(page: Any) -> None:
     assert text.locator("ol > li").count() == 2 and text.locator("ol > li ul > li").count() == 1
     assert text.locator("td").all_inner_texts() == ["a", "1"] and text.locator("blockquote").inner_text() == "quoted"
     assert "<script>alert(1)</script>" in text.locator("pre code").inner_text() and "<b>no</b>" in text.inner_text()
+    policy = page.request.get(page.url).headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "base-uri 'none'" in policy and "frame-ancestors 'none'" in policy
     evil = ask(page, "evil").locator(".text")
     assert page.evaluate("window.bad") is None and evil.locator("img, script, a").count() == 0
 

@@ -169,8 +169,8 @@ def test_a_process_that_serves_and_ends(bundle: Path) -> None:
     port = int(line.partition("127.0.0.1:")[2].partition(",")[0])
     with socket.create_connection(("127.0.0.1", port)) as client:
         data = b'{"prompt": "x", "max_tokens": 2}'
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\nconnection: close\r\n\r\n"
-        client.sendall(head.encode() + data)
+        head = "POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n"
+        client.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
         answer = b"".join(iter(lambda: client.recv(4096), b""))
     assert answer.startswith(b"HTTP/1.1 200") and b'"text_completion"' in answer
     started = time.monotonic()

@@ -160,6 +160,15 @@ def test_a_stream_survives_any_cut() -> None:
         assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == "a😊 b\n\n{é}"
 
 
+def test_usage_counts_a_prompt_once_whatever_n() -> None:
+    chain = Scripted(says("hi"))
+    with serving(chain) as server:
+        for known in (0, 96):
+            usage = server.chat("q" * 100, n=3).json["usage"]
+            assert usage["prompt_tokens"] == len(b"<x>user\n<y>\n<x>assistant\n") - 6 + 100
+            assert usage["prompt_tokens_details"]["cached_tokens"] == known
+
+
 def test_several_choices_and_nulls() -> None:
     with serving(Scripted(says("hi"))) as server:
         whole = server.chat(n=2).json
@@ -181,7 +190,8 @@ def test_several_choices_and_nulls() -> None:
         ("top_p", 0), ("logit_bias", {"x": 1}), ("logit_bias", {"319": 1}), ("logit_bias", {"5": 101}), ("seed", "a"),
         ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", 1.5), ("top_logprobs", 3), ("stream", "yes"),
         ("store", True), ("response_format", {"type": "xml"}), ("response_format", {"type": "json_schema"}),
-        ("functions", []),
+        ("functions", []), ("response_format", {"type": "text", "schema": {}}),
+        ("response_format", {"type": "json_object", "schema": {}, "json_schema": {"name": "n", "schema": {}}}),
         ("response_format", {"type": "json_schema", "json_schema": {"name": "n"}}), ("tool_choice", "required"),
         ("messages", []), ("messages", [{"content": "x"}]), ("messages", "hi"), ("reasoning_effort", "low"),
         ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
@@ -196,6 +206,13 @@ def test_what_is_not_done_is_refused_by_name(field: str, value: Any) -> None:
         assert reply.error["param"] == field
         assert field in reply.error["message"] or field in ("messages", "logit_bias")
         assert chain.steps == 0, "refused before any step"
+
+
+def test_two_limits_that_differ_are_refused() -> None:
+    with serving(Scripted(says("hello"))) as server:
+        reply = server.chat(max_tokens=3, max_completion_tokens=4)
+        assert reply.status == 400 and reply.error["param"] == "max_tokens"
+        assert server.chat(max_tokens=3, max_completion_tokens=3).text == "hel"
 
 
 def test_logit_bias_is_honoured() -> None:

@@ -4,6 +4,7 @@ import logging
 import os
 import socket
 import sys
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated
 
@@ -54,7 +55,7 @@ def serve(
     listening = _listen(host, port)
     settings = Settings(
         name or opened.path.resolve().name, api_key, tuple(cors or ()), body_limit << 10, time_out, parallel, queue,
-        prefix_cache << 20, log_prompts,
+        prefix_cache << 20, log_prompts, _is_loopback(listening),
     )  # fmt: skip
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", stream=sys.stderr)
     logging.getLogger("anechain.serve").setLevel(logging.INFO)
@@ -77,6 +78,10 @@ def _expected(bundle: Bundle) -> Expected | None:
     baseline.check(bundle.fingerprint)
     first = baseline.answers[0]
     return Expected(tuple(first.ids.tolist()), first.logits)
+
+
+def _is_loopback(listening: socket.socket) -> bool:
+    return ip_address(listening.getsockname()[0]).is_loopback
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -4,6 +4,7 @@
 """
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,8 @@ from anechain.run.grammar import JSON_OPTIONS, Grammar, checked_schema
 from anechain.run.tokenizer import Tokenizer
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
+BETWEEN = re.compile(rf"\s*(?:{CALL_END})?\s*(?:{CALL})?\s*")  # what stands around calls
+DECODER = json.JSONDecoder()
 
 
 def call_schema(functions: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -65,13 +68,12 @@ def _tag(tag: str, tokenizer: Tokenizer) -> str:
 
 def calls_in(text: str) -> list[tuple[str, str]]:
     """Name and arguments (JSON text) of every whole call in `text`, which is a call itself or holds tagged ones."""
-    found = []
-    for part in text.split(CALL)[1:] if CALL in text else [text]:
-        body, _, _ = part.partition(CALL_END)
-        try:
-            call = json.loads(body)
-        except ValueError:  # cut off by the limit
-            continue
+    found, place = [], 0
+    while between := BETWEEN.match(text, place):
+        try:  # read as JSON and not split at the tags: an argument may hold one
+            call, place = DECODER.raw_decode(text, between.end())
+        except ValueError:  # the end, or cut off by the limit
+            break
         if isinstance(call, dict) and isinstance(call.get("name"), str):
             found.append((call["name"], json.dumps(call.get("arguments"), ensure_ascii=False)))
     return found

@@ -83,7 +83,7 @@ def _choice(
     chain, tokenizer = parts.chain, parts.tokenizer
     ranked = plan.echo is not None and plan.rank is not None
     session = chain.start() if ranked else parts.prefixes.start(prompt)
-    cached = session.position
+    cached = session.position if choice == number * plan.n else 0  # usage counts a prompt once, whatever `n`
     if ranked:
         entries = [Entry(prompt[0], None)]
         for logits, token_id in zip(chain.feed_each(session, prompt[:-1] or prompt), prompt[1:], strict=False):

@@ -3,9 +3,9 @@
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -22,15 +22,24 @@ from anechain.serve.service import Running, Service, log
 ROUTES = ("/v1/chat/completions", "/v1/completions")
 # The page is one file that loads nothing and talks to this server alone.
 PAGE_POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+# Otherwise a path with a slash too many is sent on to an address made of the request's own Host header.
+PLAIN_ROUTES = {"docs_url": None, "redoc_url": None, "openapi_url": None, "redirect_slashes": False}
+
 CLOSED_REQUEST = 499  # nobody is there to read it
+Result = TypeVar("Result")
 
 
 def create_app(service: Service) -> FastAPI:
-    app = FastAPI(title="anechain", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="anechain", **PLAIN_ROUTES)  # type: ignore[arg-type]
     settings = service.settings
-    app.add_middleware(Guard, api_key=settings.api_key, body_bytes=settings.body_bytes)
+
+    def counted(path: str, problem: Problem) -> None:
+        service.finished(Running(_new_id(), path if path in ROUTES else "other"), _outcome(problem))
+
+    app.add_middleware(Guard, settings.api_key, settings.body_bytes, settings.loopback, settings.cors, counted)
     if settings.cors:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(settings.cors), allow_methods=["*"], allow_headers=["*"]
@@ -39,8 +48,7 @@ def create_app(service: Service) -> FastAPI:
 
     def refused(request: Request, problem: Problem) -> Response:
         if not getattr(request.state, "counted", False):
-            route = request.url.path if request.url.path in ROUTES else "other"
-            service.finished(Running(_new_id(), route), _outcome(problem))
+            counted(request.url.path, problem)
         return JSONResponse(problem.body(), problem.status, headers=dict(problem.headers))
 
     @app.exception_handler(Problem)
@@ -93,7 +101,7 @@ def create_app(service: Service) -> FastAPI:
         _check_model(service, wanted.model)
         plan = await service.planned(service.planner.completion, wanted)
         if settings.log_prompts:
-            log.info("prompt %s", wanted.prompt)
+            log.info("prompt %r", wanted.prompt)
         return await _answered(service, request, plan, False, wanted.stream, wanted.with_usage)
 
     return app
@@ -107,42 +115,28 @@ async def _answered(
     bodies = Bodies(chat, service.settings.name, plan, service.tokenizer)
     headers = {"x-request-id": running.id}
     deltas = service.deltas(plan, running)
-    if not stream:
-        return await _whole(service, request, running, bodies, deltas, headers)
-    first: list[Delta] = []
-    try:  # up to the first token a failure has a status of its own
-        while not first or not (first[-1].tokens or first[-1].finish):
-            first.append(await anext(deltas))
-    except BaseException as error:
-        service.finished(running, _outcome(error))
-        raise
-    events = _events(service, running, bodies, first, deltas, with_usage)
-    return StreamingResponse(events, media_type="text/event-stream", headers={**headers, "cache-control": "no-cache"})
 
-
-async def _whole(
-    service: Service, request: Request, running: Running, bodies: Bodies, deltas: AsyncIterator[Delta], headers: Any
-) -> Response:
     async def gathered() -> list[Delta]:
-        async with contextlib.aclosing(deltas):  # type: ignore[type-var]
-            return [delta async for delta in deltas]
+        """All of a whole answer; of a stream what comes with the first token: until then a failure has a status."""
+        parts = []
+        async for delta in deltas:
+            parts.append(delta)
+            if stream and (delta.tokens or delta.finish):
+                break
+        return parts
 
-    work, gone = asyncio.ensure_future(gathered()), asyncio.ensure_future(_gone(request))
     try:
-        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            work.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await work
-            service.finished(running, "disconnected")
-            return Response(status_code=CLOSED_REQUEST)
-        parts = work.result()
+        parts = await _unless_gone(request, gathered())
+    except _Gone:
+        service.finished(running, "disconnected")
+        return Response(status_code=CLOSED_REQUEST)
     except BaseException as error:
-        work.cancel()
         service.finished(running, _outcome(error))
         raise
-    finally:
-        gone.cancel()
+    if stream:
+        events = _events(service, running, bodies, parts, deltas, with_usage)
+        headers["cache-control"] = "no-cache"
+        return StreamingResponse(events, media_type="text/event-stream", headers=headers)
     for part in parts:
         bodies.usage.add(part)
     service.finished(running, next((p.finish for p in reversed(parts) if p.finish), "stop"))
@@ -157,7 +151,7 @@ async def _events(
     deltas: AsyncIterator[Delta],
     with_usage: bool,
 ) -> AsyncIterator[bytes]:
-    outcome = "disconnected"
+    outcome, reason = "disconnected", "stop"
 
     async def all_deltas() -> AsyncIterator[Delta]:
         for delta in first:
@@ -171,10 +165,11 @@ async def _events(
                 bodies.usage.add(delta)
                 for chunk in bodies.chunks(delta, with_usage):
                     yield event(chunk)
-                outcome = delta.finish or outcome
+                reason = delta.finish or reason
         if with_usage:
             yield event(bodies.usage_chunk())
         yield DONE
+        outcome = reason
     except Problem as problem:
         outcome = _outcome(problem)
         yield event(problem.body())
@@ -182,10 +177,28 @@ async def _events(
         service.finished(running, outcome)
 
 
-async def _gone(request: Request) -> None:
-    """Returns when the client has closed the connection."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+class _Gone(Exception):
+    """The client has closed the connection."""
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """What `work` returns or raises. Raises _Gone, and ends `work`, when the client closes the connection before."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise _Gone
+        return working.result()
+    finally:
+        leaving.cancel()
+        working.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await working
 
 
 def _outcome(error: BaseException) -> str:

@@ -50,7 +50,11 @@ class ResponseFormat(_Strict):
     def schema(self) -> dict[str, Any] | None:  # type: ignore[override]
         """The schema that an answer keeps to; None for free text. Raises Problem when there is none to keep to."""
         given = self.json_schema.schema_ if self.json_schema else self.schema_
+        if self.json_schema and self.schema_ is not None:
+            raise Problem(400, "response_format has two schemas: give one.", param="response_format")
         if self.type == "text":
+            if given is not None:
+                raise Problem(400, "response_format text has a schema: say json_schema.", param="response_format")
             return None
         if self.type == "json_schema" and given is None:
             raise Problem(400, "response_format json_schema has no schema: give one.", param="response_format")
@@ -140,6 +144,8 @@ class ChatRequest(_Common):
     def _fitting(self) -> "ChatRequest":
         if self.top_logprobs is not None and not self.logprobs:
             raise Problem(400, "top_logprobs is for logprobs: set logprobs to true.", param="top_logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise Problem(400, "max_tokens and max_completion_tokens differ: give one.", param="max_tokens")
         names = [tool.function.name for tool in self.tools]
         chosen = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
         if len(set(names)) != len(names):

@@ -11,7 +11,7 @@ from anechain.serve.problem import Problem
 from anechain.serve.service import Service
 
 FINISH_S = 6.0  # for running answers after SIGTERM; with CLOSE_S less than the 10 s that supervisors often give
-CLOSE_S = 2.0
+CLOSE_S = 1.5
 CLOSING = Problem(503, "the server is shutting down: try again later.", "server_error", code="shutting_down")
 
 

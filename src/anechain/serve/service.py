@@ -13,9 +13,10 @@ from anechain.serve.answer import Delta, Parts, Plan, answer
 from anechain.serve.metrics import Metrics
 from anechain.serve.planning import Planner
 from anechain.serve.prefixes import Prefixes
-from anechain.serve.problem import Problem
-from anechain.serve.worker import Done, Worker
+from anechain.serve.problem import Problem, problem_of
+from anechain.serve.worker import Done, Worker, late
 
+GRACE_S = 2.0  # for a step that is at work when a request's time is over
 log = logging.getLogger("anechain.serve")
 
 
@@ -32,6 +33,7 @@ class Settings:
     queue: int = 32
     prefix_bytes: int = 256 << 20
     log_prompts: bool = False
+    loopback: bool = False  # nobody but this machine can reach it
 
 
 @dataclass
@@ -68,9 +70,18 @@ class Service:
         self._parts = Parts(chain, tokenizer, self.prefixes)
         # Templates, tokenizers and grammars may take long for a long prompt: not on the event loop.
         self._planners = ThreadPoolExecutor(2, "anechain-plan")
+        self._planning = 0
 
     async def planned(self, function, *arguments):  # type: ignore[no-untyped-def]
-        return await asyncio.get_running_loop().run_in_executor(self._planners, function, *arguments)
+        """What `function` returns, from a thread. Raises Problem, also when more plan already than could be served."""
+        self.worker.check(self._planning)
+        self._planning += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._planners, function, *arguments)
+        except Exception as error:  # a traceback of the framework would print the message, which may hold data
+            raise problem_of(error) from None
+        finally:
+            self._planning -= 1
 
     async def deltas(self, plan: Plan, running: Running) -> AsyncIterator[Delta]:
         """The answer as it comes. Raises Problem; whoever stops listening ends it."""
@@ -82,6 +93,9 @@ class Service:
 
         running.prompt_tokens = sum(map(len, plan.prompts))
         ticket = self.worker.submit(answer(self._parts, plan), deliver)
+        # The worker looks at the time between two steps. An engine that hangs inside one must not hold the client.
+        limit_s = self.settings.time_out_s
+        overdue = loop.call_later(limit_s + GRACE_S, queue.put_nowait, Done(late(limit_s)))
         try:
             while True:
                 item = await queue.get()
@@ -93,6 +107,7 @@ class Service:
                     running.saw(item)
                     yield item
         finally:
+            overdue.cancel()
             ticket.cancel()
 
     def finished(self, running: Running, outcome: str) -> None:
@@ -126,4 +141,4 @@ class Service:
 
     def close(self, problem: Problem) -> None:
         self.worker.close(problem)
-        self._planners.shutdown(wait=False, cancel_futures=True)
+        self._planners.shutdown(wait=False)

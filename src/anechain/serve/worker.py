@@ -66,18 +66,22 @@ class Worker:
         """
         ticket = Ticket(steps, deliver, time.monotonic() + self._time_out_s)
         with self._change:
-            if self._closing or not self.alive:
-                raise replace(self._closing or _GONE)  # an exception of its own: tracebacks pile up on a shared one
-            ahead = len(self._waiting) + len(self._open)
-            if ahead >= self._parallel + self._depth:
-                wait_s = max(1, min(60, round(self._mean_s * ahead / self._parallel)))
-                raise Problem(
-                    429, f"{ahead} requests are being worked on or wait: try again in {wait_s} s.",
-                    "rate_limit_error", code="queue_full", headers=(("Retry-After", str(wait_s)),),
-                )  # fmt: skip
+            self.check()
             self._waiting.append(ticket)
             self._change.notify()
         return ticket
+
+    def check(self, more: int = 0) -> None:
+        """Raises what `submit` would raise now if `more` requests were in the line already."""
+        if self._closing or not self.alive:
+            raise replace(self._closing or _GONE)  # an exception of its own: tracebacks pile up on a shared one
+        ahead = len(self._waiting) + len(self._open) + more
+        if ahead >= self._parallel + self._depth:
+            wait_s = max(1, min(60, round(self._mean_s * ahead / self._parallel)))
+            raise Problem(
+                429, f"{ahead} requests are being worked on or wait: try again in {wait_s} s.",
+                "rate_limit_error", code="queue_full", headers=(("Retry-After", str(wait_s)),),
+            )  # fmt: skip
 
     def close(self, problem: Problem) -> None:
         """Ends every request with `problem`, takes no more, and ends the thread."""
@@ -120,7 +124,7 @@ class Worker:
             else:
                 return False
         for ticket in late:
-            self._end(ticket, None if ticket.cancelled.is_set() else _late(self._time_out_s))
+            self._end(ticket, None if ticket.cancelled.is_set() else late(self._time_out_s))
         return True
 
     def _step(self, ticket: Ticket) -> None:
@@ -128,7 +132,7 @@ class Worker:
         if ticket.cancelled.is_set():
             pass
         elif time.monotonic() > ticket.deadline:
-            problem = _late(self._time_out_s)
+            problem = late(self._time_out_s)
         else:
             try:
                 ticket.deliver(next(ticket.steps))
@@ -152,5 +156,5 @@ class Worker:
 _GONE = Problem(503, "the worker of this server is gone: start the server again.", "server_error", code="worker_gone")
 
 
-def _late(limit_s: float) -> Problem:
+def late(limit_s: float) -> Problem:
     return Problem(504, f"the request took longer than the limit of {limit_s:g} s.", "timeout_error", code="timeout")
