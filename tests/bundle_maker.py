@@ -21,9 +21,9 @@ from anechain.bake.jobs import Plan, make_plan, tools
 from anechain.bake.source import Source
 from anechain.bundle.embedding import TABLE
 from anechain.bundle.manifest import HEAD, TOKENIZER, Block, Bundle, record_files, write_manifest
-from anechain.bundle.quant import dequantize, quantize
 from anechain.bundle.recipe import Recipe, load_recipe
 from anechain.bundle.spec import Attention, ModelSpec, Rope, matrices_of, tensors_of
+from anechain.bundle.stored import compress, dense
 from tests.tiny import write_tokenizer
 
 _PLAIN = ModelSpec(
@@ -107,9 +107,9 @@ def as_stored(source: TensorSource, recipe: Recipe | str) -> TensorSource:
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
     tensors = {}
     for name, tensor in source.tensors.items():
-        scheme = recipe.scheme_for(name) if name in matrices_of(source.spec) else None
-        if scheme is not None and scheme.bits == 8:
-            tensor = dequantize(quantize(tensor, scheme, name)).astype(np.float32)
+        scheme = recipe.scheme_for(name, tensor.size) if name in matrices_of(source.spec) else None
+        if scheme is not None and scheme.bits < 16:
+            tensor = dense(compress(tensor, scheme, name)).astype(np.float32)
         tensors[name] = tensor
     return replace(source, tensors=tensors)
 

@@ -77,3 +77,6 @@ UNDECIDED_LOGITS = 0.05
 # The oracle on dequantised weights beside llama.cpp, which rounds activations to 8 bits for every product with a
 # quantised matrix, on Gemma3-270M; a wrong norm, rope or scale of the embedding is below 0.9.
 LLAMA_CPP_COSINE = 0.99
+
+# Square error of our palettes relative to that of scipy's k-means: both end in a local minimum, ours on a table of fp16.
+PALETTE_COST = 1.05

@@ -26,7 +26,7 @@ from anechain.bake import place
 from anechain.bake.lora import Merged, open_merged
 from anechain.bake.source import Source, open_source
 from anechain.bake.survival import Figures, summary, survival
-from anechain.bundle.embedding import SCALE, TABLE
+from anechain.bundle.embedding import PALETTE, SCALE, TABLE
 from anechain.bundle.manifest import (
     HEAD,
     MANIFEST,
@@ -37,9 +37,9 @@ from anechain.bundle.manifest import (
     open_bundle,
     write_manifest,
 )
-from anechain.bundle.quant import storage_bytes
 from anechain.bundle.recipe import Recipe
 from anechain.bundle.spec import ModelSpec, matrices_of
+from anechain.bundle.stored import storage_bytes
 from anechain.errors import BundleError, RecipeError, RequestError, SourceError
 
 MAX_LAYERS, MAX_BYTES = 15, 950 * 10**6  # of one package (rules S18 and S19)
@@ -105,7 +105,7 @@ def tools() -> dict[str, str]:
 
 def matrix_bytes(name: str, shape: tuple[int, int], recipe: Recipe) -> int:
     """Bytes that a matrix takes under the recipe; a table on the host is never wider than fp16."""
-    scheme = recipe.scheme_for(name)
+    scheme = recipe.scheme_for(name, shape[0] * shape[1])
     wide = recipe.compute == "fp32" and name != "embed"
     return storage_bytes(shape, scheme) * (2 if wide and scheme.bits == 16 else 1)
 
@@ -136,7 +136,9 @@ def make_plan(
     if faults:
         raise RequestError(f"this cannot be baked: {'; '.join(faults)}.")
     blocks = _cut(spec, recipe, layers_per_package or recipe.layers_per_package)
-    shared = spec.tied and recipe.compute == "fp16" and recipe.scheme_for("embed") == recipe.scheme_for("head")
+    size = spec.vocab_size * spec.hidden_size
+    same = recipe.scheme_for("embed", size) == recipe.scheme_for("head", size)
+    shared = spec.tied and recipe.compute == "fp16" and same
     texts = hashlib.sha256(repr(sorted(source.text_files.items())).encode()).hexdigest()
     adapter = source.adapter if isinstance(source, Merged) else None
     return Plan(
@@ -199,7 +201,7 @@ def bake(
 
 def _beginnings(job: str) -> tuple[str, ...]:
     """How the paths of a job's files begin."""
-    return (*((TABLE, SCALE) if job == EMBEDDING else (f"{job}/",)), _figures_file(job))
+    return (*((TABLE, SCALE, PALETTE) if job == EMBEDDING else (f"{job}/",)), _figures_file(job))
 
 
 def _figures_file(job: str) -> str:

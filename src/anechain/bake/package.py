@@ -18,15 +18,15 @@ from anechain.bake.check import check_block, check_head
 from anechain.bake.graph import block_program, head_program
 from anechain.bake.source import Source
 from anechain.bundle.embedding import write_embedding
-from anechain.bundle.quant import Quantized, quantize
 from anechain.bundle.recipe import FP16, Recipe, Scheme
 from anechain.bundle.spec import LAYER_MATRICES, ModelSpec, head_pieces, layer_tensors
+from anechain.bundle.stored import Stored, compress
 from anechain.errors import RecipeError
 
 SPEC_VERSION = 9  # macOS 15 / iOS 18: the first with states and several functions
 FP16_MAX = 65504.0
 
-Weights = dict[str, np.ndarray | Quantized]
+Weights = dict[str, Stored]
 
 
 def make_block(
@@ -52,7 +52,8 @@ def make_embedding(source: Source, recipe: Recipe, directory: Path) -> None:
     It is looked up on the host as fp16, whatever the program computes in. Raises RecipeError when fp16 cannot hold it.
     """
     weights = _Stored(recipe, "fp16")
-    weights.add("embed", source.tensor("embed"), recipe.scheme_for("embed"))
+    table = source.tensor("embed")
+    weights.add("embed", table, recipe.scheme_for("embed", table.size))
     write_embedding(directory, weights.checked()["embed"])
 
 
@@ -69,7 +70,7 @@ def block_weights(source: Source, recipe: Recipe, spec: ModelSpec, layers: range
             tensor = source.tensor(name)
             if part in writers and spec.stream_scale != 1.0:
                 tensor = tensor * np.float32(spec.stream_scale)
-            weights.add(name, tensor, recipe.scheme_for(name) if part in LAYER_MATRICES else FP16)
+            weights.add(name, tensor, recipe.scheme_for(name, tensor.size) if part in LAYER_MATRICES else FP16)
     return weights.checked()
 
 
@@ -79,9 +80,10 @@ def head_weights(source: Source, recipe: Recipe, spec: ModelSpec) -> Weights:
     weights = _Stored(recipe, recipe.compute)
     weights.add("final_norm", source.tensor("final_norm"), FP16)
     head = source.tensor("embed" if spec.tied else "head")  # [V, H]
+    scheme = recipe.scheme_for("head", head.size)
     for i in range(pieces):
         piece = head[i * rows : (i + 1) * rows]
-        weights.add(f"head.{i}", np.pad(piece, ((0, rows - len(piece)), (0, 0))), recipe.scheme_for("head"))
+        weights.add(f"head.{i}", np.pad(piece, ((0, rows - len(piece)), (0, 0))), scheme)
     return weights.checked()
 
 
@@ -101,7 +103,7 @@ class _Stored:
         elif scheme.bits == 16:
             self._weights[name] = tensor.astype(np.float16 if self._compute == "fp16" else np.float32)
         else:
-            self._weights[name] = quantize(tensor, scheme, name)
+            self._weights[name] = compress(tensor, scheme, name)
 
     def checked(self) -> Weights:
         if self._faults:

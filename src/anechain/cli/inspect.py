@@ -4,7 +4,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 from rich.table import Table
 
@@ -73,14 +72,17 @@ def _package(path: Path, layers: str) -> dict[str, Any]:
 
 def weight_bytes(functions: list[Function]) -> dict[str, int]:
     """Bytes by dtype of the constants that lie in the weight file; what several functions share counts once."""
-    seen: dict[int, np.ndarray] = {}
+    seen: dict[int | str, tuple[str, int]] = {}
     for function in functions:
-        for value in function.consts.values():
-            if value.size >= 10 and value.dtype.kind in "fiu":  # smaller ones lie in the program itself
-                seen[value.__array_interface__["data"][0]] = value
+        for name, value in function.consts.items():
+            if name in function.packed:  # unpacked for each function apart: its name has to tell that it is the same
+                dtype = function.packed[name]
+                seen[name] = dtype, -(-value.size * int(dtype.lstrip("uint")) // 8)
+            elif value.size >= 10 and value.dtype.kind in "fiu":  # smaller ones lie in the program itself
+                seen[value.__array_interface__["data"][0]] = value.dtype.name, value.nbytes
     totals = Counter[str]()
-    for value in seen.values():
-        totals[value.dtype.name] += value.nbytes
+    for dtype, count in seen.values():
+        totals[dtype] += count
     return dict(totals)
 
 
