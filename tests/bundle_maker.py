@@ -22,6 +22,7 @@ from anechain.bake.source import Source
 from anechain.bundle.embedding import TABLE
 from anechain.bundle.manifest import HEAD, TOKENIZER, Block, Bundle, record_files, write_manifest
 from anechain.bundle.recipe import Recipe, load_recipe
+from anechain.bundle.rounded import Rounded
 from anechain.bundle.spec import Attention, ModelSpec, Rope, matrices_of, tensors_of
 from anechain.bundle.stored import compress, dense
 from tests.tiny import write_tokenizer
@@ -148,10 +149,11 @@ def make_bundle(
 def bake_here(source: Source, plan: Plan, out: Path, attach: Callable[[Path], None] | None = None) -> Bundle:
     """What `bake.jobs.bake` makes of a plan, without processes, locks, or an interrupted bake to go on with."""
     out.mkdir(parents=True)
+    rounded = Rounded(Path(plan.rounded_file)) if plan.rounded_file else None
     for block in plan.blocks:
         made = out / block.file
-        package.make_block(source, plan.spec, plan.recipe, block.layers, plan.context, plan.prefill, made)
-    package.make_head(source, plan.spec, plan.recipe, out / HEAD)
+        package.make_block(source, plan.spec, plan.recipe, block.layers, plan.context, plan.prefill, made, rounded)
+    package.make_head(source, plan.spec, plan.recipe, out / HEAD, rounded)
     if not plan.shares_table:
         package.make_embedding(source, plan.recipe, out)
     (out / TOKENIZER).mkdir()
@@ -162,7 +164,7 @@ def bake_here(source: Source, plan: Plan, out: Path, attach: Callable[[Path], No
     bundle = Bundle(
         out, plan.spec, plan.recipe, plan.context, plan.prefill, plan.target, plan.ref, plan.fingerprint, plan.blocks,
         HEAD if plan.shares_table else TABLE, tools(), plan.key, record_files(out, out),
-        stream_peak=plan.stream_peak,
+        stream_peak=plan.stream_peak, calibration=plan.calibration,
     )  # fmt: skip
     write_manifest(bundle)
     return bundle

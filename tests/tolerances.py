@@ -78,5 +78,18 @@ UNDECIDED_LOGITS = 0.05
 # quantised matrix, on Gemma3-270M; a wrong norm, rope or scale of the embedding is below 0.9.
 LLAMA_CPP_COSINE = 0.99
 
-# Square error of our palettes relative to that of scipy's k-means: both end in a local minimum, ours on a table of fp16.
+# Square error of our palettes relative to that of scipy's k-means: both end in a local minimum.
 PALETTE_COST = 1.05
+
+# Sums over float32 products against float64 ones, of statistics with a condition number of about 1e5.
+LOSS_RELATIVE = 1e-4
+DRIFT_RELATIVE = 1e-3
+
+# What 120 steps of descent reach, relative to what scipy finds with 20 000 evaluations of the same function.
+BALANCE_COST = 1.05
+
+# Logits, relative to their spread. Moving scale loses what norm gains and the producer's rows lose in fp16: 2^-12 of
+# each of some hundred numbers that a result is made of.
+MOVED_DEVIATION = 2e-3
+# A chain in fp16 against float32 arithmetic on the same stored weights, three layers.
+ENGINE_DEVIATION = 2e-2

@@ -111,8 +111,8 @@ def test_half_way_is_the_lower_entry() -> None:
 @pytest.mark.parametrize(
     ("shape", "scheme", "text"),
     [
-        ((6, 8), parse_scheme("palette4-group4"), "head has 6 outputs, which groups of 4 do not divide: use a group that "
-         "divides them."),
+        ((6, 8), parse_scheme("palette4-group4"),
+         "head has 6 outputs, which groups of 4 do not divide: use a group that divides them."),
         ((6, 8), FP16, "head cannot be palettised as fp16: use palette8, palette6, palette4 or with -groupN."),
         ((6, 8), Scheme(2, "tensor", kind="palette"), "head cannot be palettised as palette2: use palette8, palette6, "
          "palette4 or with -groupN."),

@@ -9,7 +9,7 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -38,6 +38,7 @@ from anechain.bundle.manifest import (
     write_manifest,
 )
 from anechain.bundle.recipe import Recipe
+from anechain.bundle.rounded import Rounded
 from anechain.bundle.spec import ModelSpec, matrices_of
 from anechain.bundle.stored import storage_bytes
 from anechain.errors import BundleError, RecipeError, RequestError, SourceError
@@ -66,6 +67,8 @@ class Plan:
     adapter_ref: str | None = None
     adapter_sha256: str | None = None
     stream_peak: float | None = None  # of the original's residual stream; what it decides is in `spec`
+    rounded_file: str | None = None  # tensors that were rounded beforehand, for a recipe with a calibration
+    calibration: Mapping[str, Any] | None = None  # what they were rounded by, and the file's hash
 
     @property
     def jobs(self) -> tuple[str, ...]:
@@ -94,7 +97,7 @@ class Plan:
         """Two bakes with the same key give the same bytes: a hash over everything that decides them."""
         decided = {**asdict(self), "recipe": self.recipe.to_json(), "tools": tools()}
         # Where it lies does not decide what it is, nor does what was measured to decide the spec.
-        del decided["ref"], decided["adapter_ref"], decided["stream_peak"]
+        del decided["ref"], decided["adapter_ref"], decided["stream_peak"], decided["rounded_file"]
         return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()
 
 
@@ -182,6 +185,8 @@ def bake(
     bundle (it sees the tokenizer's files in `tokenizer/` below it). Raises BundleError when `out` holds something else,
     is being baked by another process, or cannot be written.
     """
+    if plan.recipe.calibration is not None and plan.rounded_file is None:
+        raise RecipeError(f"recipe {plan.recipe.name!r} is calibrated, and this bake was given no rounded weights.")
     place.check_place(out, plan.ref, plan.adapter_ref)
     if not force:
         place.check_unforced(out, plan.key)
@@ -242,7 +247,7 @@ def _bake(
     bundle = Bundle(
         out, plan.spec, plan.recipe, plan.context, plan.prefill, plan.target, plan.ref, plan.fingerprint,
         plan.blocks, embedding, tools(), plan.key, files, _provenance(source, plan, out),
-        plan.stream_peak,
+        plan.stream_peak, plan.calibration,
     )  # fmt: skip
     write_manifest(bundle)
     place.end(out)
@@ -338,13 +343,16 @@ def run_job(plan: Plan, job: str, out: Path) -> dict[str, FileRecord]:
 
     with place.private(out, job) as folder:
         source = open_source(plan.ref) if plan.adapter_ref is None else _with_adapter(plan.ref, plan.adapter_ref)
+        rounded = Rounded(Path(plan.rounded_file)) if plan.rounded_file else None
         if job == EMBEDDING:
             package.make_embedding(source, plan.recipe, folder)
         elif job == HEAD:
-            package.make_head(source, plan.spec, plan.recipe, folder / HEAD)
+            package.make_head(source, plan.spec, plan.recipe, folder / HEAD, rounded)
         else:
             layers = next(b.layers for b in plan.blocks if b.file == job)
-            package.make_block(source, plan.spec, plan.recipe, layers, plan.context, plan.prefill, folder / job)
+            package.make_block(
+                source, plan.spec, plan.recipe, layers, plan.context, plan.prefill, folder / job, rounded
+            )
         if isinstance(source, Merged):
             figures = survival(source, plan.recipe, plan.job_matrices(job))
             (folder / _figures_file(job)).write_text(json.dumps(figures, indent=1), encoding="utf-8")

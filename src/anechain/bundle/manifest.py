@@ -59,6 +59,7 @@ class Bundle:
     files: Mapping[str, FileRecord]
     adapter: Mapping[str, Any] | None = None  # the LoRA that is merged into the weights: what it is, what is left of it
     stream_peak: float | None = None  # the largest absolute value seen in the original's residual stream, unscaled
+    calibration: Mapping[str, Any] | None = None  # what the weights were rounded by: hash and size of the text, a hash
 
     @property
     def block_paths(self) -> list[Path]:
@@ -84,6 +85,7 @@ class Bundle:
             "key": self.key,
             "adapter": None if self.adapter is None else dict(self.adapter),
             "stream_peak": self.stream_peak,
+            "calibration": None if self.calibration is None else dict(self.calibration),
             "files": {name: {"bytes": r.bytes, "sha256": r.sha256} for name, r in sorted(self.files.items())},
         }
 
@@ -123,6 +125,7 @@ def open_bundle(path: Path, verify_hashes: bool = False) -> Bundle:
             files={name: FileRecord(r["bytes"], r["sha256"]) for name, r in data["files"].items()},
             adapter=data.get("adapter"),
             stream_peak=data.get("stream_peak"),
+            calibration=data.get("calibration"),
         )
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecipeError) as error:
         raise BundleError(

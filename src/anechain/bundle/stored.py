@@ -61,6 +61,15 @@ def dense(stored: Stored) -> np.ndarray:
     return depalettize(stored) if isinstance(stored, Palettized) else stored
 
 
+def form_of(stored: Stored) -> Scheme:
+    """The scheme of a stored tensor, without what its scales and tables are shared by."""
+    if isinstance(stored, np.ndarray):
+        return Scheme(16)
+    base = stored.base if isinstance(stored, Corrected) else stored
+    rank = len(stored.down) if isinstance(stored, Corrected) else 0
+    return Scheme(base.bits, kind="palette" if isinstance(base, Palettized) else "linear", rank=rank)
+
+
 def expanded(weights: Mapping[str, Stored]) -> dict[str, Single]:
     """`weights`, with the two matrices of a correction under names of their own beside what they correct."""
     single: dict[str, Single] = {}

@@ -1,21 +1,27 @@
 """A checkpoint becomes a bundle that carries what it will be judged by: the packages, and the oracle's baselines."""
 
 import hashlib
+import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from anechain.bake.jobs import Plan, Progress, bake
+from anechain.bake.jobs import Plan, Progress, bake, tools
 from anechain.bake.source import Source
-from anechain.bundle.manifest import TOKENIZER, Bundle
+from anechain.bundle.manifest import TOKENIZER, Bundle, sha256_of
+from anechain.bundle.rounded import Rounded, save_rounded
 from anechain.errors import BundleError, RequestError
 from anechain.judge.baseline import STEPS, Baseline, Profile, PromptIds, build_baseline, prompts_of
+from anechain.judge.calibration import calibration_set, calibration_text
 from anechain.judge.oracle import Oracle
+from anechain.judge.rounding import round_model
 from anechain.judge.stream import kept_peak, probes, stream_peak, stream_scale
 from anechain.run.chat import ChatTemplate
 from anechain.run.tokenizer import Tokenizer
@@ -54,12 +60,11 @@ def bake_with_baselines(
     `oracle_progress` counts the layers of a computation. Raises RequestError when that folder cannot be written to.
     """
     folder = _cache_folder("baselines")
-    plan = with_stream_scale(plan, source, oracle_progress)
+    plan = with_rounding(with_stream_scale(plan, source, oracle_progress), source, oracle_progress)
 
     def attach(extras: Path) -> None:
         tokenizer = Tokenizer.load(extras / TOKENIZER)
-        chat = ChatTemplate(tokenizer) if tokenizer.chat_templates else None
-        encode_chat = None if chat is None else lambda text: chat.encode([{"role": "user", "content": text}])
+        encode_chat = chat_encoder(tokenizer)
         for profile in PROFILES:
             prompts = prompts_of(profile, plan.context, tokenizer.encode, encode_chat)
             if all(len(p.ids) + p.steps - 1 <= plan.context for p in prompts if p.kind == "greedy"):
@@ -71,10 +76,8 @@ def bake_with_baselines(
 
 def with_stream_scale(plan: Plan, source: Source, progress: Callable[[int, int, str], None] | None = None) -> Plan:
     """`plan` with the measured peak of the residual stream, and scaled by the power of two that it needs in fp16."""
-    with tempfile.TemporaryDirectory() as folder:
-        for name, content in source.text_files.items():
-            (Path(folder) / name).write_bytes(content)
-        sequences = probes(Tokenizer.load(Path(folder)).encode)
+    with open_tokenizer(source) as tokenizer:
+        sequences = probes(tokenizer.encode)
     decided = hashlib.sha256(source.fingerprint.encode())
     for ids in sequences:
         decided.update(ids.tobytes() + b"|")
@@ -82,6 +85,59 @@ def with_stream_scale(plan: Plan, source: Source, progress: Callable[[int, int, 
     report = None if progress is None else lambda done, total: progress(done, total, "stream")
     peak = kept_peak(path, lambda: stream_peak(source, sequences, report))
     return replace(plan, spec=replace(plan.spec, stream_scale=stream_scale(peak)), stream_peak=peak)
+
+
+def with_rounding(plan: Plan, source: Source, progress: Progress | None = None) -> Plan:
+    """`plan` with the weights rounded as its recipe's calibration says; the plan itself for a recipe without one.
+
+    The rounded weights are kept in `cache_directory()`, under a hash of everything that decides them.
+    """
+    if (calibration := plan.recipe.calibration) is None:
+        return plan
+    decided = {
+        "fingerprint": source.fingerprint, "text": plan.text_sha256, "recipe": plan.recipe.to_json()["rules"],
+        "calibration": asdict(calibration), "calibration_text": calibration_text(), "tools": tools(),
+        "stream_scale": plan.spec.stream_scale,
+    }  # fmt: skip
+    key = hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()
+    path = _cache_folder("rounded") / f"{key[:32]}.npz"
+    about = _rounding_of(path)
+    if about is None:
+        with open_tokenizer(source) as tokenizer:
+            chat = chat_encoder(tokenizer)
+            report = None if progress is None else lambda done, total: progress(done, total, "calibration text")
+            tokens = calibration_set(source, calibration, tokenizer.n_ids, tokenizer.encode, chat, report)
+        report = None if progress is None else lambda done, total: progress(done, total, "rounding")
+        tensors = round_model(source, plan.spec, plan.recipe, tokens.tokens, report)
+        about = {"tokens_sha256": tokens.sha256, "tokens": tokens.size}
+        save_rounded(path, tensors, about)
+    return replace(plan, rounded_file=str(path), calibration={**about, "rounded_sha256": sha256_of(path)})
+
+
+def _rounding_of(path: Path) -> dict[str, Any] | None:
+    """What the rounded weights in `path` were rounded by; None where there is no such intact file."""
+    try:
+        about = Rounded(path).about
+        return {name: about[name] for name in ("tokens_sha256", "tokens")}
+    except (BundleError, LookupError):
+        return None
+
+
+@contextmanager
+def open_tokenizer(source: Source) -> Iterator[Tokenizer]:
+    """The source's tokenizer, from files that are there as long as it is used."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in source.text_files.items():
+            (Path(folder) / name).write_bytes(content)
+        yield Tokenizer.load(Path(folder))
+
+
+def chat_encoder(tokenizer: Tokenizer) -> Callable[[str], Sequence[int]] | None:
+    """A user's message -> the ids that the model's chat template makes of it; None for a model without one."""
+    if not tokenizer.chat_templates:
+        return None
+    chat = ChatTemplate(tokenizer)
+    return lambda text: chat.encode([{"role": "user", "content": text}])
 
 
 def cache_directory() -> Path:
