@@ -59,7 +59,7 @@ def bake_with_baselines(
     in `cache_directory()`; so is how far the residual stream reaches, by which the plan's spec is scaled.
     `oracle_progress` counts the layers of a computation. Raises RequestError when that folder cannot be written to.
     """
-    folder = _cache_folder("baselines")
+    folder = cache_folder("baselines")
     plan = with_rounding(with_stream_scale(plan, source, oracle_progress), source, oracle_progress)
 
     def attach(extras: Path) -> None:
@@ -81,7 +81,7 @@ def with_stream_scale(plan: Plan, source: Source, progress: Callable[[int, int, 
     decided = hashlib.sha256(source.fingerprint.encode())
     for ids in sequences:
         decided.update(ids.tobytes() + b"|")
-    path = _cache_folder("streams") / f"{decided.hexdigest()[:32]}.json"
+    path = cache_folder("streams") / f"{decided.hexdigest()[:32]}.json"
     report = None if progress is None else lambda done, total: progress(done, total, "stream")
     peak = kept_peak(path, lambda: stream_peak(source, sequences, report))
     return replace(plan, spec=replace(plan.spec, stream_scale=stream_scale(peak)), stream_peak=peak)
@@ -100,7 +100,7 @@ def with_rounding(plan: Plan, source: Source, progress: Progress | None = None) 
         "stream_scale": plan.spec.stream_scale,
     }  # fmt: skip
     key = hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()
-    path = _cache_folder("rounded") / f"{key[:32]}.npz"
+    path = cache_folder("rounded") / f"{key[:32]}.npz"
     about = _rounding_of(path)
     if about is None:
         with open_tokenizer(source) as tokenizer:
@@ -147,7 +147,7 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "anechain"
 
 
-def _cache_folder(name: str) -> Path:
+def cache_folder(name: str) -> Path:
     folder = cache_directory() / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -156,6 +156,28 @@ def _cache_folder(name: str) -> Path:
             f"the cache folder {folder} cannot be made ({error.strerror}): set ANECHAIN_CACHE to a folder of your own."
         ) from None
     return folder
+
+
+def kept_baseline(source: Source, name: str, build: Callable[[Source], Baseline]) -> Baseline:
+    """What `build` makes of `source`, from the cache where it is already there under `name`."""
+    texts = hashlib.sha256(repr(sorted(source.text_files.items())).encode()).hexdigest()
+    decided = hashlib.sha256(f"{source.fingerprint} {texts} {name}".encode()).hexdigest()
+    path = cache_folder("baselines") / f"{decided[:32]}.npz"
+    try:
+        kept = Baseline.load(path)
+        if kept.fingerprint == source.fingerprint:
+            return kept
+    except BundleError:
+        pass
+    build(source).save(path)
+    return Baseline.load(path)
+
+
+def exam_baseline(source: Source, profile: Profile, context: int) -> Baseline:
+    """The baseline of a profile that a bake of `source` would put into its bundle."""
+    with open_tokenizer(source) as tokenizer:
+        prompts = prompts_of(profile, context, tokenizer.encode, chat_encoder(tokenizer))
+    return Baseline.load(_cached(cache_folder("baselines"), source, prompts, profile, context, None))
 
 
 def _cached(

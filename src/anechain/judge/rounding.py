@@ -7,6 +7,7 @@ bundle/balance.py; what this makes is data for a bake (bundle/rounded.py).
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 
@@ -20,10 +21,18 @@ from anechain.bundle.stored import Corrected, Stored, compress, dense
 from anechain.judge.oracle import attend, gelu_tanh, rms_norm, rotate, rotation, silu
 
 Progress = Callable[[int, int], None]
-# Called with what a matrix is rounded from: its name, the weight [O, I] with everything moved, and the moment [I, I].
-Look = Callable[[str, np.ndarray, np.ndarray], None]
 
 _MIN_SCALE, _MAX_SCALE = 2.0**-14, 500.0  # what a moved scale has to stay within
+
+
+class Look(Protocol):
+    """Who wants to see what the matrices are rounded from."""
+
+    def matrix(self, name: str, weight: np.ndarray, moment: np.ndarray) -> None:
+        """A weight [O, I], moved into its inputs, and the moment [I, I] of them: what `round_matrix` is given."""
+
+    def rows(self, name: str, factors: np.ndarray) -> None:
+        """A matrix that was seen before has its rows divided by `factors` [O]."""
 
 
 class RoundedSource:
@@ -241,7 +250,7 @@ class _Walk:
             if name.rpartition(".")[2] in writers:
                 weight = weight * np.float32(self.spec.stream_scale)
             if self.look is not None:
-                self.look(name, weight, moment)
+                self.look.matrix(name, weight, moment)
             if schemes[name].bits < 16:
                 self.tensors[name] = round_matrix(weight, moment, schemes[name], self.methods, name)
             elif "drift" in self.methods or (factors != 1).any():
@@ -272,6 +281,8 @@ class _Walk:
             rows = heads[:, 0].ravel()  # [rows]: a group's factors are the same
             stored, rows = _divided(self.tensors.get(name, self.source.tensor(name).astype(np.float16)), rows)
             self.tensors[name] = stored
+            if self.look is not None:
+                self.look.rows(name, rows)
             if f"{part}_bias" in layer_tensors(self.spec):
                 self.tensors[bias] = (self.source.tensor(bias) / rows).astype(np.float16)
             shape = heads.shape if group > 1 else (len(rows), 1, 1)
