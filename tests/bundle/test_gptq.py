@@ -133,6 +133,18 @@ def test_correction_takes_the_strongest_inputs_and_fits_them_best(text: str) -> 
     assert cost(dense(ours)) <= cost(best) * (1 + 1e-3)
 
 
+def test_level_takes_back_all_that_is_left_along_a_direction() -> None:
+    level = RNG.standard_normal(40)
+    for rank in (1, 4):
+        scheme = parse_scheme(f"int8+rank{rank}")
+        ours = round_matrix(WEIGHT, MOMENT, scheme, ("gptq",), level=level)
+        other = round_matrix(WEIGHT, MOMENT, parse_scheme("int8" if rank == 1 else "int8+rank3"), ("gptq",))
+        assert isinstance(ours, Corrected) and ours.down.shape == (rank, INPUTS)
+        along = [np.abs(level @ (dense(stored).astype(np.float64) - WEIGHT)).max() for stored in (ours, other)]
+        assert along[0] < 0.02 * along[1]
+        assert cost(dense(ours)) < cost(dense(other))
+
+
 # -- moving scale, and drift -------------------------------------------------------------------------------------------
 
 

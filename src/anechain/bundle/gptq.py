@@ -28,19 +28,31 @@ def loss(error: np.ndarray, moment: np.ndarray) -> np.ndarray:
 
 
 def round_matrix(
-    weight: np.ndarray, moment: np.ndarray, scheme: Scheme, methods: tuple[str, ...], name: str = "a matrix"
+    weight: np.ndarray,
+    moment: np.ndarray,
+    scheme: Scheme,
+    methods: tuple[str, ...],
+    name: str = "a matrix",
+    level: np.ndarray | None = None,
 ) -> Compressed:
     """`weight` in the form of `scheme`, by those of the methods "clip" and "gptq" that are given, else to nearest.
 
     With a rank r the correction takes the r directions in which the inputs vary most (the first eigenvectors of
     `moment`), whatever the rounding does there: so rounding is free to push its errors into them. What remains for it
-    is `moment` without these directions, and the factors follow by least squares. Raises RecipeError, with `name`.
+    is `moment` without these directions, and the factors follow by least squares. With a `level` [O], a direction of
+    the outputs, one of the r channels takes back all that is left of the error along it. Raises RecipeError, with
+    `name`.
     """
     if scheme.rank:
-        down, seen, inner = _leading(moment, scheme.rank)
+        down, seen, inner = _leading(moment, scheme.rank - (level is not None))
         base = round_matrix(weight, _rest(moment, seen, inner), replace(scheme, rank=0), methods, name)
         assert not isinstance(base, Corrected)
-        return corrected(base, (weight - dense(base).astype(np.float32)) @ seen @ inner, down)
+        error = weight - dense(base).astype(np.float32)
+        up = error @ seen @ inner
+        if level is not None:
+            along = level @ (error - up @ down) / (level @ level)  # [I]
+            up, down = np.column_stack([up, level]), np.vstack([down, along])
+        return corrected(base, up, down)
     if scheme.kind == "palette":
         palettized = palettize(weight, scheme, name)
         return _gptq_palette(weight, moment, palettized) if "gptq" in methods else palettized
@@ -176,7 +188,7 @@ def _leading(moment: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray, np
     for _ in range(_ITERATIONS):
         basis, _ = np.linalg.qr(moment @ basis)
     _, turn = np.linalg.eigh(basis.T @ moment @ basis)  # ascending
-    vectors = (basis @ turn[:, -count:]).T  # [count, I]
+    vectors = (basis @ turn[:, width - count :]).T  # [count, I]
     seen = moment @ vectors.T  # [I, count]
     inner = np.linalg.inv(vectors @ seen + (1e-9 * np.trace(moment) + 1e-30) * np.eye(count))
     return vectors, seen, inner

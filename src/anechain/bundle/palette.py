@@ -89,4 +89,5 @@ def _k_means(values: np.ndarray, counts: np.ndarray, entries: int) -> np.ndarray
         if np.array_equal(moved, centres):
             break
         centres = np.sort(moved)
-    return centres.astype(np.float16)
+    table: np.ndarray = centres.astype(np.float16)
+    return table

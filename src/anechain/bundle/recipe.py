@@ -101,7 +101,7 @@ class Rule:
         return data | {key: value for key, value in limits.items() if value}
 
 
-METHODS = ("clip", "scales", "gptq", "drift")
+METHODS = ("clip", "scales", "gptq", "drift", "level")
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ def save_rounded(path: Path, tensors: Mapping[str, Stored], about: Mapping[str, 
 
     The same tensors give the same bytes. Raises OSError when the disk does not take it.
     """
-    arrays: dict[str, np.ndarray] = {}
+    arrays: dict[str, Any] = {}
     forms: dict[str, Any] = {}
     for name, stored in sorted(tensors.items()):
         base = stored.base if isinstance(stored, Corrected) else stored
@@ -32,7 +32,7 @@ def save_rounded(path: Path, tensors: Mapping[str, Stored], about: Mapping[str, 
     part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with part.open("wb") as file:
-            np.savez(file, **{_ABOUT: np.frombuffer(head, np.uint8)}, **arrays)
+            np.savez(file, **{_ABOUT: np.frombuffer(head, np.uint8), **arrays})
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)

@@ -7,9 +7,11 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from anechain.bundle.footprint import footprint
 from anechain.bundle.manifest import HEAD, Bundle, open_bundle
 from anechain.bundle.program import Function, read_program
 from anechain.bundle.spec import DECODE
+from anechain.cli.bake import left_fp16
 from anechain.cli.console import folder, megabytes, out, print_json
 
 
@@ -34,6 +36,8 @@ def inspect(
         "prefill": opened.prefill,
         "packages": packages,
         "embedding": _embedding(opened),
+        "left_fp16": left_fp16(opened),
+        "calibration": opened.calibration,
         "bytes": folder(bundle),
     }
     if as_json:
@@ -57,6 +61,9 @@ def inspect(
         totals.update(package["ops"][DECODE])
     out.print("ops of a decode step: " + ", ".join(f"{name} {count}" for name, count in totals.most_common()))
     out.print(record["embedding"]["note"])
+    out.print(footprint(opened.spec, opened.recipe).note)
+    if opened.calibration:
+        out.print(f"rounded by calibration on {opened.calibration['tokens']} tokens")
 
 
 def _package(path: Path, layers: str) -> dict[str, Any]:

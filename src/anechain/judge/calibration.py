@@ -43,6 +43,10 @@ class CalibrationSet:
     tokens: tuple[np.ndarray, ...]  # [n_i] i32 each
     sha256: str
 
+    @staticmethod
+    def of(tokens: Sequence[np.ndarray]) -> "CalibrationSet":
+        return CalibrationSet(tuple(tokens), _hash(tokens))
+
     @property
     def size(self) -> int:
         return sum(len(ids) for ids in self.tokens)
@@ -73,7 +77,7 @@ def calibration_set(
             starts += [np.array(encode_chat(words), np.int32) for words in QUESTIONS]
         chosen = [starts[i % len(starts)] for i in range(calibration.sequences)]
         tokens += own_words(source, chosen, calibration.length, calibration.seed, vocabulary, progress)
-    return CalibrationSet(tuple(tokens), _hash(tokens))
+    return CalibrationSet.of(tokens)
 
 
 def own_words(

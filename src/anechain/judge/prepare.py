@@ -15,11 +15,12 @@ import numpy as np
 
 from anechain.bake.jobs import Plan, Progress, bake, tools
 from anechain.bake.source import Source
-from anechain.bundle.manifest import TOKENIZER, Bundle, sha256_of
+from anechain.bundle.manifest import TOKENIZER, Bundle, sha256_of, write_atomically
+from anechain.bundle.recipe import Calibration
 from anechain.bundle.rounded import Rounded, save_rounded
 from anechain.errors import BundleError, RequestError
 from anechain.judge.baseline import STEPS, Baseline, Profile, PromptIds, build_baseline, prompts_of
-from anechain.judge.calibration import calibration_set, calibration_text
+from anechain.judge.calibration import CalibrationSet, calibration_set, calibration_text
 from anechain.judge.oracle import Oracle
 from anechain.judge.rounding import round_model
 from anechain.judge.stream import kept_peak, probes, stream_peak, stream_scale
@@ -103,15 +104,41 @@ def with_rounding(plan: Plan, source: Source, progress: Progress | None = None) 
     path = cache_folder("rounded") / f"{key[:32]}.npz"
     about = _rounding_of(path)
     if about is None:
-        with open_tokenizer(source) as tokenizer:
-            chat = chat_encoder(tokenizer)
-            report = None if progress is None else lambda done, total: progress(done, total, "calibration text")
-            tokens = calibration_set(source, calibration, tokenizer.n_ids, tokenizer.encode, chat, report)
+        report = None if progress is None else lambda done, total: progress(done, total, "calibration text")
+        tokens = kept_text(source, calibration, report)
         report = None if progress is None else lambda done, total: progress(done, total, "rounding")
         tensors = round_model(source, plan.spec, plan.recipe, tokens.tokens, report)
         about = {"tokens_sha256": tokens.sha256, "tokens": tokens.size}
         save_rounded(path, tensors, about)
     return replace(plan, rounded_file=str(path), calibration={**about, "rounded_sha256": sha256_of(path)})
+
+
+def kept_text(
+    source: Source, calibration: Calibration, progress: Callable[[int, int], None] | None = None
+) -> CalibrationSet:
+    """The calibration's tokens, from the cache where they are already there."""
+    texts = hashlib.sha256(repr(sorted(source.text_files.items())).encode()).hexdigest()
+    decided = [
+        source.fingerprint,
+        texts,
+        calibration_text(),
+        calibration.sequences,
+        calibration.length,
+        calibration.seed,
+    ]
+    key = hashlib.sha256(json.dumps([*decided, tools()], sort_keys=True).encode()).hexdigest()
+    path = cache_folder("texts") / f"{key[:32]}.json"
+    try:
+        kept = CalibrationSet.of([np.array(ids, np.int32) for ids in json.loads(path.read_text(encoding="utf-8"))])
+        if kept.size:
+            return kept
+    except (OSError, ValueError, TypeError, OverflowError):
+        pass
+    with open_tokenizer(source) as tokenizer:
+        chat = chat_encoder(tokenizer)
+        made = calibration_set(source, calibration, tokenizer.n_ids, tokenizer.encode, chat, progress)
+    write_atomically(path, json.dumps([ids.tolist() for ids in made.tokens]).encode())
+    return made
 
 
 def _rounding_of(path: Path) -> dict[str, Any] | None:

@@ -95,6 +95,7 @@ class _Walk:
         self.spans = [slice(end - len(ids), end) for end, ids in zip(ends, tokens, strict=True)]
         positions = np.concatenate([np.arange(len(ids)) for ids in tokens])
         self.turns = [rotation(a.rope, spec.head_dim, positions) for a in spec.attentions]
+        self.level = self._level() if "level" in self.methods and not spec.sandwich_norms else None
         self.activation = silu if spec.activation == "silu" else gelu_tanh
         ids = np.concatenate(list(tokens))
         table = source.tensor("embed")
@@ -106,6 +107,12 @@ class _Walk:
             table = dense(compress(table, scheme, "embed"))
             rows = table[used].astype(np.float32)
         self.stream = rows[place] * np.float32(spec.embedding_scale)
+
+    def _level(self) -> np.ndarray:
+        """The direction [H] of the stream in which all logits change alike: the mean row of the head, with its norm."""
+        head = self.source.tensor("embed" if self.spec.tied else "head")
+        direction: np.ndarray = head.mean(axis=0) * self.source.tensor("final_norm")
+        return direction / np.linalg.norm(direction)
 
     # Tensors of a layer, as the original has them and as they are rounded
 
@@ -252,7 +259,8 @@ class _Walk:
             if self.look is not None:
                 self.look.matrix(name, weight, moment)
             if schemes[name].bits < 16:
-                self.tensors[name] = round_matrix(weight, moment, schemes[name], self.methods, name)
+                level = self.level if name.rpartition(".")[2] in writers else None
+                self.tensors[name] = round_matrix(weight, moment, schemes[name], self.methods, name, level)
             elif "drift" in self.methods or (factors != 1).any():
                 self.tensors[name] = weight.astype(np.float16)
 

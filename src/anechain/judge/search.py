@@ -4,6 +4,7 @@ Sensitivity is measured on the logits of the whole model: the KL divergence from
 search's own, when one matrix alone is rounded.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,7 +18,7 @@ from anechain.bake.source import Source
 from anechain.bundle.recipe import Recipe
 from anechain.bundle.rounded import Rounded
 from anechain.bundle.stored import Stored
-from anechain.judge.baseline import Baseline, PromptIds, build_baseline
+from anechain.judge.baseline import Answer, Baseline, PromptIds, build_baseline
 from anechain.judge.calibration import BEGINNINGS, QUESTIONS, own_words
 from anechain.judge.gate import Step, compare, judged
 from anechain.judge.oracle import Oracle
@@ -33,6 +34,7 @@ from anechain.judge.prepare import (
 from anechain.judge.rounding import RoundedSource
 
 SEED, LENGTH, STEPS = 90210, 80, 16  # the search's own texts, none of which is calibrated on
+SOME = 3  # every third of them is enough to tell one matrix from another
 EXACT = "exact|"  # in front of a matrix that was moved and not rounded, in a file of both
 
 
@@ -82,13 +84,13 @@ def search_baseline(source: Source) -> Baseline:
     return build_baseline(Oracle(source), prompts, "strict", length + STEPS)
 
 
-def steps_of(oracle: Oracle, baseline: Baseline, hidden: list[np.ndarray] | None = None) -> list[Step]:
-    """Every position of a baseline, teacher-forced, in float32; `hidden` is what leaves the last layer, if known."""
+def steps_of(oracle: Oracle, answers: Sequence[Answer], hidden: list[np.ndarray] | None = None) -> list[Step]:
+    """Every position of the answers, teacher-forced, in float32; `hidden` is what leaves the last layer, if known."""
     if hidden is None:
-        hidden = oracle.forward([a.ids for a in baseline.answers])
+        hidden = oracle.forward([a.ids for a in answers])
     return [
         compare(a.name, int(p), wanted, got)
-        for a, rows in zip(baseline.answers, hidden, strict=True)
+        for a, rows in zip(answers, hidden, strict=True)
         for p, wanted, got in zip(a.positions, a.logits, oracle.logits(rows[a.positions]), strict=True)
     ]
 
@@ -102,7 +104,7 @@ def _moved(ref: str, lora: str | None, rounded_file: str) -> tuple[dict[str, Sto
     source = _source(ref, lora)
     entering: list[list[np.ndarray]] = []
     oracle = Oracle(RoundedSource(source, source.spec, exact), keep_bytes=0)
-    oracle.forward([a.ids for a in _search(ref, lora).answers], record=lambda _, rows: entering.append(rows))
+    oracle.forward([a.ids for a in _search(ref, lora).answers[::SOME]], record=lambda _, rows: entering.append(rows))
     return exact, entering
 
 
@@ -112,7 +114,7 @@ def _measure_matrix(task: Task) -> dict[str, Any]:
     swapped = {**exact, task.matrix: Rounded(Path(task.rounded_file)).tensor(task.matrix)}
     oracle = Oracle(RoundedSource(source, source.spec, swapped), keep_bytes=0)
     layer = int(task.matrix.split(".")[1])
-    steps = steps_of(oracle, baseline, oracle.resumed(layer, entering[layer]))
+    steps = steps_of(oracle, baseline.answers[::SOME], oracle.resumed(layer, entering[layer]))
     return {"mean_kl": float(np.mean([s.kl for s in steps]))}
 
 
@@ -129,6 +131,6 @@ def _measure_recipe(task: Task, recipe: Recipe) -> dict[str, Any]:
     baselines = {"search": _search(task.ref, task.lora)}
     baselines |= {profile: exam_baseline(source, profile, task.context) for profile in PROFILES}
     for name, baseline in baselines.items():
-        found[name] = judged(baseline, steps_of(oracle, baseline), "float32").to_json()
+        found[name] = judged(baseline, steps_of(oracle, baseline.answers), "float32").to_json()
         del found[name]["free_running"]
     return found

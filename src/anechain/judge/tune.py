@@ -29,18 +29,18 @@ from anechain.bundle.recipe import Calibration, Recipe, Rule, Scheme, parse_sche
 from anechain.bundle.rounded import Rounded, save_rounded
 from anechain.bundle.spec import ModelSpec, matrices_of
 from anechain.bundle.stored import Stored, storage_bytes
-from anechain.judge.calibration import calibration_set, calibration_text
-from anechain.judge.prepare import cache_folder, chat_encoder, open_tokenizer
+from anechain.judge.calibration import calibration_text
+from anechain.judge.prepare import cache_folder, kept_text
 from anechain.judge.rounding import round_model
 from anechain.judge.search import EXACT, Task, measure
 
 Progress = Callable[[int, int, str], None]
 
-INT8, FP16 = Scheme(8), Scheme(16)
+INT8, LEVEL, FP16 = Scheme(8), Scheme(8, rank=1), Scheme(16)
 RANKS = (8, 16, 32)
-METHODS = ("scales", "gptq", "drift")
+METHODS = ("scales", "gptq", "drift", "level")
 EIGHT_BITS = 0.9  # of the block weights, at least
-RUNGS = (0.0, 0.01, 0.02, 0.03, 0.044, 0.06, 0.1)  # bytes beyond plain int8, of the fp16 bytes
+RUNGS = (0.0, 0.02, 0.044, 0.06, 0.08)  # bytes beyond plain int8, of the fp16 bytes
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def tune(
     report = progress or (lambda done, total, what: None)
     kept = _Kept(source, calibration, context)
     moved = _moved_file(source, calibration, kept.key, report)
-    plain = Recipe("tuned-0", "fp16", (Rule("layers.*", INT8),), calibration=calibration)
+    plain = _plain(source.spec, calibration)
     blocks = [name for name in matrices_of(source.spec) if name.startswith("layers.")]
     with _pool(workers) as pool:
         tasks = [Task(source.ref, lora, context, name, str(moved)) for name in blocks]
@@ -135,7 +135,8 @@ def make_ladder(
     shapes = matrices_of(spec)
     upgrades: list[tuple[float, str, Scheme, int]] = []
     for name, kl in sensitivity.items():
-        now = (storage_bytes(shapes[name], INT8), kl)
+        begin = plain.scheme_for(name, shapes[name][0] * shapes[name][1])
+        now = (storage_bytes(shapes[name], begin), kl)
         options = [(replace(INT8, rank=r), kl * share) for r, share in zip(RANKS, left[name], strict=True)]
         options = [o for o in options if o[0].rank < min(shapes[name]) // 2] + [(FP16, 0.0)]
         while options:  # along the lower hull of bytes and KL
@@ -162,6 +163,14 @@ def make_ladder(
         if not ladder or recipe.rules != ladder[-1].rules:
             ladder.append(recipe)
     return ladder
+
+
+def _plain(spec: ModelSpec, calibration: Calibration) -> Recipe:
+    """int8 everywhere; what writes to the stream has the one channel that keeps the level of the logits."""
+    rules = [Rule("layers.*", INT8)]
+    if "level" in calibration.methods and not spec.sandwich_norms:
+        rules = [Rule("layers.*.o", LEVEL), Rule("layers.*.down", LEVEL), *rules]
+    return Recipe("tuned-0", "fp16", tuple(rules), calibration=calibration)
 
 
 def _recipe(plain: Recipe, number: int, chosen: Mapping[str, Scheme]) -> Recipe:
@@ -294,15 +303,11 @@ def _moved_file(source: Source, calibration: Calibration, key: str, report: Prog
     path = cache_folder("tune") / f"{key}.npz"
     if path.exists():
         return path
-    with open_tokenizer(source) as tokenizer:
-        tokens = calibration_set(
-            source, calibration, tokenizer.n_ids, tokenizer.encode, chat_encoder(tokenizer),
-            lambda done, total: report(done, total, "calibration text"),
-        )  # fmt: skip
+    tokens = kept_text(source, calibration, lambda done, total: report(done, total, "calibration text"))
     seen = _Seen()
     # Without drift: what makes up for earlier rounding would not be the original when nothing is rounded.
     methods = tuple(m for m in calibration.methods if m != "drift")
-    plain = Recipe("plain", "fp16", (Rule("layers.*", INT8),), calibration=replace(calibration, methods=methods))
+    plain = _plain(source.spec, replace(calibration, methods=methods))
     tensors = round_model(source, source.spec, plain, tokens.tokens, lambda d, t: report(d, t, "rounding"), seen)
     save_rounded(path, {**tensors, **seen.exact}, {"left": seen.left, "tokens_sha256": tokens.sha256})
     return path
