@@ -1,9 +1,10 @@
-# make demo | test | check | fast | clean. Everything is installed into .venv, and again only when pyproject.toml changes.
+# make demo | test | check | fast | clean. Everything is installed into .venv, and again only when pyproject.toml or the C
+# sources of the cpu engine change.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fast clean
+.PHONY: help demo test check fast specialist clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,6 +18,7 @@ help:
 	@echo "make test   install what the tests need and run them all"
 	@echo "make check  ruff, mypy and the law of the rooms"
 	@echo "make fast   the tests without the slow ones"
+	@echo "make specialist  train the example LoRA, judge it, bake it, judge the bundle (about an hour on two cores)"
 	@echo "make clean  remove .venv and caches"
 
 demo: $(VENV)/demo.stamp
@@ -32,6 +34,16 @@ check: $(VENV)/dev.stamp
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy --strict src/anechain/bundle src/anechain/run
 	@$(BIN)/python -m pytest -q tests/test_rooms.py
+
+SPECIALIST := build/specialist
+
+specialist: $(VENV)/dev.stamp
+	@$(BIN)/python examples/specialist/train.py --output $(SPECIALIST)/adapter
+	@$(BIN)/python examples/specialist/evaluate.py $(SPECIALIST)/adapter --output $(SPECIALIST)/figures.json
+	@$(BIN)/anechain bake demo --lora $(SPECIALIST)/adapter --context 512 --force -o $(SPECIALIST)/specialist-fp16
+	@$(BIN)/anechain bake demo --lora $(SPECIALIST)/adapter --context 512 --recipe int8 --force -o $(SPECIALIST)/specialist-int8
+	@$(BIN)/anechain eval $(SPECIALIST)/specialist-fp16 --against-source demo --against-lora $(SPECIALIST)/adapter
+	@$(BIN)/anechain ship $(SPECIALIST)/specialist-int8 --against $(SPECIALIST)/specialist-fp16 --model-card || test $$? -eq 1
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/anechain.egg-info
@@ -70,7 +82,7 @@ $(VENV)/python.stamp:
 	fi
 	@touch $@
 
-$(VENV)/demo.stamp: pyproject.toml $(VENV)/python.stamp
+$(VENV)/demo.stamp: pyproject.toml $(wildcard src/anechain/run/native/*) $(VENV)/python.stamp
 	$(call pip,Installing anechain and its libraries (about 150 MB; a minute or so),-e .)
 	$(call pip,Installing the demo model (about 95 MB),--no-deps "$$($(BIN)/python -c '$(DEMO)')")
 	@touch $@

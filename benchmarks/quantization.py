@@ -21,10 +21,10 @@ from anechain.bundle.manifest import Bundle, open_bundle
 from anechain.bundle.recipe import Calibration, Recipe, Rule, parse_scheme
 from anechain.bundle.spec import head_pieces, matrices_of
 from anechain.bundle.stored import Stored, compress
-from anechain.judge.calibration import CalibrationSet, calibration_set
+from anechain.judge.calibration import CalibrationSet
 from anechain.judge.gate import compare, judged
 from anechain.judge.oracle import Oracle
-from anechain.judge.prepare import chat_encoder, load_baseline, open_tokenizer
+from anechain.judge.prepare import kept_text, load_baseline
 from anechain.judge.rounding import RoundedSource, round_model
 
 ALL = "scales+gptq+drift"
@@ -97,10 +97,7 @@ def main() -> None:
             continue
         started = time.perf_counter()
         if recipe.calibration is not None and calibrated is None:
-            with open_tokenizer(source) as tokenizer:
-                calibrated = calibration_set(
-                    source, recipe.calibration, tokenizer.n_ids, tokenizer.encode, chat_encoder(tokenizer)
-                )
+            calibrated = kept_text(source, recipe.calibration)
         tensors = rounded(source, recipe, calibrated if recipe.calibration else None)
         row = {"model": bundle.source_ref, "row": recipe.name, "bytes": footprint(source.spec, recipe).bytes}
         row |= figures(bundle, source, tensors) | {"seconds": round(time.perf_counter() - started)}

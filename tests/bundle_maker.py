@@ -131,18 +131,21 @@ def make_bundle(
     prefill: int = 32,
     cuts: Sequence[int] | None = None,
     attach: Callable[[Path], None] | None = None,
+    target: str = "macOS15",
+    state_update: str = "slice",
+    scales: Sequence[float] = (),
 ) -> Bundle:
     """Bakes `source` into the new folder `out`; `cuts` are the layers of each package, by default all in one.
 
     `attach` may put files into the folder before they are recorded, as in `bake.jobs.bake`.
     """
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
-    plan = make_plan(source, recipe, context, prefill, "macOS15", source.spec.n_layers)
+    plan = make_plan(source, recipe, context, prefill, target, source.spec.n_layers, state_update)
     if cuts is not None:
         assert sum(cuts) == source.spec.n_layers, "the cuts do not hold all layers"
         bounds = pairwise(accumulate(cuts, initial=0))
         blocks = tuple(Block(f"block-{i:03d}.mlpackage", *ends) for i, ends in enumerate(bounds))
-        plan = replace(plan, blocks=blocks)
+        plan = replace(plan, blocks=blocks, boundary_scales=tuple(scales))
     return bake_here(source, plan, out, attach)
 
 
@@ -152,8 +155,11 @@ def bake_here(source: Source, plan: Plan, out: Path, attach: Callable[[Path], No
     rounded = Rounded(Path(plan.rounded_file)) if plan.rounded_file else None
     for block in plan.blocks:
         made = out / block.file
-        package.make_block(source, plan.spec, plan.recipe, block.layers, plan.context, plan.prefill, made, rounded)
-    package.make_head(source, plan.spec, plan.recipe, out / HEAD, rounded)
+        form = plan.form(block.file)
+        package.make_block(
+            source, plan.spec, plan.recipe, block.layers, plan.context, plan.prefill, made, form, rounded
+        )
+    package.make_head(source, plan.spec, plan.recipe, out / HEAD, plan.form(HEAD), rounded)
     if not plan.shares_table:
         package.make_embedding(source, plan.recipe, out)
     (out / TOKENIZER).mkdir()
@@ -164,7 +170,8 @@ def bake_here(source: Source, plan: Plan, out: Path, attach: Callable[[Path], No
     bundle = Bundle(
         out, plan.spec, plan.recipe, plan.context, plan.prefill, plan.target, plan.ref, plan.fingerprint, plan.blocks,
         HEAD if plan.shares_table else TABLE, tools(), plan.key, record_files(out, out),
-        stream_peak=plan.stream_peak, calibration=plan.calibration,
+        stream_peak=plan.stream_peak, state_update=plan.state_update, boundary_scales=plan.boundary_scales,
+        calibration=plan.calibration,
     )  # fmt: skip
     write_manifest(bundle)
     return bundle

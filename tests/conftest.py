@@ -25,6 +25,10 @@ settings.register_profile("anechain", derandomize=True, deadline=None, database=
 settings.load_profile("anechain")
 
 
+def pytest_report_header() -> str:
+    return "engines: reference and cpu for real; coreml through a double, which proves the protocol, not Core ML"
+
+
 @pytest.fixture(autouse=True)
 def fixed_seeds() -> None:
     """The global generators start each test from the same point, whatever ran before it."""

@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "__main__": {"cli"},
     "errors": set(),
     "recipes": set(),  # TOML files, read as package data
+    "suites": set(),  # TOML and JSON files, the same
     "bundle": {"errors"},
     "bake": {"errors", "bundle"},
     "run": {"errors", "bundle"},
@@ -29,6 +30,8 @@ MAY_IMPORT = {
 FENCES = {
     "coremltools": {"bake/graph.py", "bake/package.py"},
     "openvino": {"run/openvino.py"},
+    "matplotlib": {"judge/plots.py"},
+    "lm_eval": {"cli/harness.py"},
     **{name: set() for name in ("torch", "transformers", "peft", "scipy", "pytest", "hypothesis")},
 }
 PYOBJC = {"objc", "CoreML", "Quartz", "IOSurface", "Foundation", "PyObjCTools"}

@@ -40,6 +40,8 @@ OP_FP16_STEPS = 2**-8  # coremltools rounds every step inside an fp16 op: 8 step
 # state are fp16: seen 9e-4. Fast mode computes in bfloat16, whose steps are 8 times as large: seen 1.2e-2 to 3.8e-2.
 CPU_EXACT = {"fp16": 7e-3, "fp32": 2e-3}
 CPU_FAST = 6e-2
+# The native engine in fast mode rounds activations to 8 bits where they meet int8 matrices: seen 1.4e-2 to 3e-2.
+CPU_NATIVE_FAST = 5e-2
 # Exact mode beside itself, the same tokens in other chunks: float32 sums in another order, and then the other side of a
 # half where states are rounded to fp16; seen 1.1e-3.
 CPU_ORDER = 2e-3
@@ -78,6 +80,27 @@ UNDECIDED_LOGITS = 0.05
 # quantised matrix, on Gemma3-270M; a wrong norm, rope or scale of the embedding is below 0.9.
 LLAMA_CPP_COSINE = 0.99
 
+# Rows of logits of one engine that are to be the same, and of two that compute the same: relative root mean square. Far
+# above what fp16 does to a chain of three layers (0.01), far below what another token's logits are (0.3 and more).
+CONFORMANCE = 0.05
+
+# -- serve -------------------------------------------------------------------------------------------------------------
+
+# Natural logarithms of probabilities of the same tokens fed in one chunk or one by one: CHAIN_CUT of logits of a spread
+# of about 7 is a root mean square of 0.04, and the worst of 25 is twice that; seen 0.042.
+SERVED_LOGPROB = 0.08
+# Statistics in float64 by two formulas: some tens of roundings of 1.1e-16, and a quantile that both compute to 1e-12.
+STATISTIC = 1e-9
+# A score statistic whose likelihood was maximised numerically: the place is found to about 1e-8, seen 2e-7.
+SCORE_NUMERIC = 1e-5
+# A norm in fp16 against float64, relative to the row's largest result: the division, the root, two products and the
+# gain round by up to 2^-11 each; seen 4e-4.
+NORM_OF_ANY_ROW = 1e-3
+# A row of 1e-4 is divided by the floor of 2^-10, not by its maximum, and keeps the bits it has; seen 4e-4.
+NORM_OF_A_TINY_ROW = 2e-3
+# Log probabilities of one token, fp16 chain of one layer beside transformers in float32, in nats: the logits are off
+# by up to CHAIN_ORACLE of a spread of some 4; seen 0.01.
+HARNESS_NATS = 0.05
 # Square error of our palettes relative to that of scipy's k-means: both end in a local minimum.
 PALETTE_COST = 1.05
 

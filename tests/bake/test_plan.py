@@ -159,7 +159,7 @@ def test_versions_of_the_tools_decide_the_bytes(monkeypatch: pytest.MonkeyPatch)
         ({"prefill": 33}, ["--prefill 33 is not 0 or a multiple of 32 (use 64)"]),
         ({"prefill": -32}, ["--prefill -32 is not 0 or a multiple of 32 (use 64)"]),
         ({"layers_per_package": 0}, ["--layers-per-package 0 is not a whole number of at least 1"]),
-        ({"target": "iOS26"}, ["--target iOS26 is not known (use macOS15)"]),
+        ({"target": "iOS12"}, ["--target iOS12 is not known (use macOS15, iOS18, macOS26, iOS26)"]),
         (
             {"context": 1000, "prefill": 5, "layers_per_package": -1, "target": ""},
             [
@@ -167,7 +167,7 @@ def test_versions_of_the_tools_decide_the_bytes(monkeypatch: pytest.MonkeyPatch)
                 "--context 1000 is more than the 512 positions that the model knows",
                 "--prefill 5 is not 0 or a multiple of 32 (use 64)",
                 "--layers-per-package -1 is not a whole number of at least 1",
-                "--target  is not known (use macOS15)",
+                "--target  is not known (use macOS15, iOS18, macOS26, iOS26)",
             ],
         ),
     ],

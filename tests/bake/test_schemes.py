@@ -187,7 +187,9 @@ def test_q6_four_bits_for_an_older_system_are_refused_before_a_weight_is_read() 
     closed = Closed(source.spec, source.tensors, text_files=source.text_files)
     with pytest.raises(RequestError) as caught:
         make_plan(closed, load_recipe("int4-block32"), 64, 32, "iOS17", None)
-    assert str(caught.value) == "this cannot be baked: --target iOS17 is not known (use macOS15)."
+    assert (
+        str(caught.value) == "this cannot be baked: --target iOS17 is not known (use macOS15, iOS18, macOS26, iOS26)."
+    )
 
 
 def test_q9_no_recipe_that_comes_along_stores_palettes_of_four_bits() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -60,12 +61,30 @@ BAKE_FLAGS: list[tuple[list[str], str]] = [
     ),
     (["--context", "many"], "Invalid value for '--context': "),
     (["--prefill", "7"], "this cannot be baked: --prefill 7 is not 0 or a multiple of 32 (use 64)"),
-    (["--layers-per-package", "all"], "--layers-per-package all is neither a whole number nor `auto`."),
-    (["--layers-per-package", "²"], "--layers-per-package ² is neither a whole number nor `auto`."),
-    (["--layers-per-package", "-1"], "--layers-per-package -1 is neither a whole number nor `auto`."),
+    (["--layers-per-package", "some"], "--layers-per-package some is neither a whole number nor `auto` or `all`."),
+    (["--layers-per-package", "²"], "--layers-per-package ² is neither a whole number nor `auto` or `all`."),
+    (["--layers-per-package", "-1"], "--layers-per-package -1 is neither a whole number nor `auto` or `all`."),
     (["--layers-per-package", "0"], "this cannot be baked: --layers-per-package 0 is not a whole number of at least 1"),
     (["--jobs", "0"], "--jobs 0 is not a whole number of at least 1."),
-    (["--target", "iOS12"], "this cannot be baked: --target iOS12 is not known (use macOS15)."),
+    (
+        ["--target", "iOS12"],
+        "this cannot be baked: --target iOS12 is not known (use macOS15, iOS18, macOS26, iOS26).",
+    ),
+    (
+        ["--state-update", "cat", "--activations", "int4"],
+        "this cannot be baked: --state-update cat is not known (use slice or blend); --activations int4 is not known "
+        "(use fp16 or int8).",
+    ),
+    (
+        ["--activations", "int8"],
+        "this cannot be baked: --activations int8 needs inputs and outputs of int8, which no system before macOS 26 "
+        "and iOS 26 has (use --target macOS26, or leave it out for macOS15).",
+    ),
+    (
+        ["--activations", "int8", "--target", "iOS26"],
+        "this cannot be baked: --activations int8 is for what packages hand on to each other, and all layers are in "
+        "one package (use --layers-per-package with a smaller number).",
+    ),
     (["--bits", "8"], "No such option: --bits ("),
     (["more"], "Got unexpected extra argument(s) (more) (see `anechain --help`)."),
 ]
@@ -161,8 +180,12 @@ def test_a_damaged_bundle(verb: str, bundle: Path, anechain: Callable[..., Outco
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["gate", "{b}", "--engine", "gpu"], "--engine gpu is not known: use reference, cpu, coreml."),
-        (["gate", "{b}", "--engine", "coreml"], "the coreml engine needs a Mac"),
+        (["gate", "{b}", "--engine", "gpu"], "--engine gpu is not known: use reference, cpu, openvino, coreml."),
+        (["plan", "{b}", "--compute-units", "npu"], "--compute-units npu is not known: use cpu-and-ne, all, "),
+        (
+            ["gate", "{b}", "--compute-units", "cpu"],
+            "--compute-units are Core ML's: use --engine coreml, or reference ",
+        ),
         (["gate", "{b}", "--fast"], "--fast is a mode of the cpu engine: use --engine cpu, or reference without it."),
         (["gate", "{b}", "--profile", "m9"], "--profile m9 is not known: use m8 or strict."),
         (["gate", "{b}", "--profile", "strict"], "{b} has no strict baseline, because its context of 64 is too small"),
@@ -175,8 +198,7 @@ def test_a_damaged_bundle(verb: str, bundle: Path, anechain: Callable[..., Outco
         (["gate"], "Missing argument 'BUNDLE' (see `anechain --help`)."),
         (["run", "{b}", "x" * 64], "the prompt has 64 tokens and the context of 64 has room for 64, answer included"),
         (["run", "{b}", ""], "the prompt has no tokens: give some text."),
-        (["run", "{b}", "hi", "--engine", "gpu"], "--engine gpu is not known: use reference, cpu, coreml."),
-        (["run", "{b}", "hi", "--engine", "coreml"], "the coreml engine needs a Mac"),
+        (["run", "{b}", "hi", "--engine", "gpu"], "--engine gpu is not known: use reference, cpu, openvino, coreml."),
         (["run", "{b}", "hi", "--fast"], "--fast is a mode of the cpu engine: use --engine cpu, or reference without"),
         (["run", "{b}", "hi", "--max-tokens", "0"], "--max-tokens 0 is not a whole number of at least 1."),
         (["run", "{b}", "hi", "--temperature", "-1", "--top-p", "0"], "sampling cannot use temperature -1.0 (a number"),
@@ -204,3 +226,26 @@ def test_requests_that_cannot_be_answered(
 def test_a_prompt_that_just_fits(bundle: Path, anechain: Callable[..., Outcome]) -> None:
     code, out, _ = anechain("run", bundle, "x" * 63, "--engine", "reference", "--json")
     assert code == 0 and len(json.loads(out)["ids"]) == 1 and json.loads(out)["finish"] == "length"
+
+
+@pytest.mark.skipif(platform.system() == "Darwin", reason="a Mac has Core ML")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["gate", "{b}", "--engine", "coreml"],
+        ["run", "{b}", "hi", "--engine", "coreml", "--compute-units", "cpu"],
+        ["chat", "{b}", "--engine", "coreml"],
+        ["plan", "{b}"],
+        ["plan", "{b}", "--bisect"],
+        ["doctor", "--record", "{t}/out.zip"],
+    ],
+    ids=" ".join,
+)
+def test_core_ml_is_elsewhere(
+    arguments: list[str], bundle: Path, anechain: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    message = refusal(anechain, tmp_path, *(argument.format(b=bundle, t=tmp_path) for argument in arguments))
+    assert message == (
+        f"the coreml engine needs a Mac with Apple silicon, and this is {platform.system()} on {platform.machine()}: "
+        "use --engine cpu."
+    )

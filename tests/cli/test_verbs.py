@@ -161,8 +161,8 @@ def test_run_prints_the_text_and_json_the_same(bundle: Path, anechain: Callable[
     code, out, err = anechain(*arguments, "--json")
     record = json.loads(out)
     assert (code, err) == (0, "") and record["text"] + "\n" == text
-    assert set(record) == {"text", "ids", "finish", "engine", "first_token_ms", "decode_tok_per_s"}
-    assert record["engine"] == "reference" and record["first_token_ms"] > 0
+    assert set(record) == {"text", "ids", "finish", "engine", "handoff", "first_token_ms", "decode_tok_per_s"}
+    assert (record["engine"], record["handoff"]) == ("reference", "host memory") and record["first_token_ms"] > 0
     assert len(record["ids"]) == 6 if record["finish"] == "length" else len(record["ids"]) <= 6
 
 

@@ -244,7 +244,7 @@ def without_multiplier(bundle: Bundle) -> Chain:
 def exchange_pieces(bundle: Bundle) -> Chain:
     chain = Chain(bundle, ReferenceEngine())
     assert head_pieces(bundle.spec)[0] == 2
-    chain._logits = dict(reversed(chain._logits.items()))
+    chain.logits = dict(reversed(chain.logits.items()))
     return chain
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from anechain.bake.jobs import make_plan
+from anechain.bundle.cache import cache_directory
 from anechain.bundle.manifest import Bundle, open_bundle
 from anechain.bundle.recipe import load_recipe
 from anechain.errors import BundleError, RequestError
@@ -15,7 +16,7 @@ from anechain.judge import prepare
 from anechain.judge.baseline import Baseline
 from anechain.judge.gate import run_gate
 from anechain.judge.oracle import Oracle
-from anechain.judge.prepare import bake_with_baselines, baseline_file, cache_directory, load_baseline
+from anechain.judge.prepare import bake_with_baselines, baseline_file, load_baseline
 from anechain.judge.prompts import TEXTS
 from anechain.run.chain import Chain
 from anechain.run.reference import ReferenceEngine

@@ -49,7 +49,9 @@ def test_moving_scale_alone_changes_nothing(family: str, monkeypatch: pytest.Mon
     source = tiny_source(family)
     seen = []
 
-    def as_they_are(weight: np.ndarray, moment: np.ndarray, scheme: object, methods: object, name: str) -> np.ndarray:
+    def as_they_are(
+        weight: np.ndarray, moment: np.ndarray, scheme: object, methods: object, name: str, level: object
+    ) -> np.ndarray:
         seen.append(name)
         return weight
 

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from anechain.bake.jobs import make_plan
+from anechain.bundle.cache import cache_directory
 from anechain.bundle.manifest import Bundle, open_bundle
 from anechain.bundle.recipe import load_recipe
 from anechain.errors import SourceError
 from anechain.judge import prepare
 from anechain.judge.gate import run_gate
 from anechain.judge.oracle import Oracle
-from anechain.judge.prepare import bake_with_baselines, cache_directory, load_baseline, with_stream_scale
+from anechain.judge.prepare import bake_with_baselines, load_baseline, with_stream_scale
 from anechain.judge.stream import FP16_MAX, HEADROOM, TOKENS, kept_peak, probes, stream_peak, stream_scale
 from anechain.run.chain import Chain
 from anechain.run.reference import ReferenceEngine

@@ -109,7 +109,7 @@ def test_recipe_text_is_read_back_as_the_recipe() -> None:
         Rule("layers.0.q", parse_scheme("fp16")), Rule("layers.1.q", parse_scheme("fp16")),
         Rule("layers.*", parse_scheme("int8+rank8"), layers=(1, 2), at_least=100), Rule("*", parse_scheme("palette8")),
     )  # fmt: skip
-    recipe = Recipe("mine", "fp16", rules, 3, Calibration(("clip", "gptq"), 7, 50, 2))
+    recipe = Recipe("mine", "fp16", rules, 3, calibration=Calibration(("clip", "gptq"), 7, 50, 2))
     text = recipe_text(recipe, ["why", "and how"])
     assert text.startswith("# why\n# and how\n") and parse_recipe(text, "x.toml") == recipe
 

@@ -256,8 +256,6 @@ def test_a_box_that_does_not_fit_is_refused_before_anything_is_written(begin: in
 def test_a_chunk_beyond_the_context_is_refused(chain: Chain) -> None:
     session = chain.start()
     chain.feed(session, IDS[:250])
-    feed = chain._feeds["prefill"]
-    feed.fill(250)
-    inputs = {"hidden": feed.hidden[0], **feed.ports}
+    inputs = chain.ports("prefill", 250)
     with pytest.raises(EngineError, match=r"values do not fit into \[0, 0, 250, 0\] to \[0, 0, 282, 0\] of the state"):
-        chain.stages[0].step("prefill", inputs, session.states[0], {"hidden_out": feed.hidden[1]})
+        chain.stages[0].step("prefill", inputs, session.states[0], {"hidden_out": np.zeros_like(inputs["hidden"])})

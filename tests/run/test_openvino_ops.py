@@ -10,6 +10,9 @@ from anechain.errors import EngineError
 from anechain.run.openvino import CpuEngine
 from anechain.run.openvino_ops import OPS
 from anechain.run.ops import DTYPES
+from anechain.run.tape import TapeEngine
+from anechain.run.tape_ops import OPS as NATIVE_OPS
+from tests.run.native_case import MISSING
 from tests.run.test_ops import CASES, Case, Draw, inferred, mil, program_of
 from tests.tolerances import OP_FP32, OP_TORCH_FP32
 
@@ -93,10 +96,29 @@ def test_fp32(engine: CpuEngine, case: Case) -> None:
     actual = run(engine, program, inputs)
     assert len(actual) in (len(expected), 2 * len(expected)) and len(expected) > 0
     tolerance = OP_FP32 if case.expected is None else OP_TORCH_FP32
+    same(actual, expected, tolerance)
+    if MISSING or case.op not in NATIVE_OPS:
+        return
+    if any(x.dtype.kind != "f" for x in (*expected, *inputs.values())) or strided(program):
+        with pytest.raises(
+            EngineError, match=r"dtype|floats alone|a constant|stride and squeeze_mask are not supported"
+        ):
+            run(TapeEngine("exact"), program, inputs)
+        return
+    same(run(TapeEngine("exact"), program, inputs), expected, OP_TORCH_FP32 if case.op == "matmul" else tolerance)
+
+
+def same(actual: list[Array], expected: list[Array], tolerance: float) -> None:
     for a, e in zip(actual, expected * 2, strict=False):
         assert a.size > 0
         assert a.shape == e.shape
         np.testing.assert_allclose(a.astype(np.float64), e.astype(np.float64), rtol=tolerance, atol=tolerance)
+
+
+def strided(program: Program) -> bool:
+    [op, *_] = program.functions["main"].ops
+    consts = program.functions["main"].consts
+    return op.type == "slice_update" and "stride" in op.inputs and bool(np.any(consts[op.inputs["stride"][0]] != 1))
 
 
 def one_op(kind: str, shape: tuple[int, ...], dtype: str, result: tuple[int, ...], **consts: Array) -> Program:

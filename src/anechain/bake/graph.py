@@ -14,12 +14,15 @@ from coremltools import target
 from coremltools.converters.mil.mil import Builder as mb
 from coremltools.converters.mil.mil import Function, Program, types
 
+from anechain.bundle.form import Form
 from anechain.bundle.recipe import Recipe
 from anechain.bundle.spec import (
     DECODE,
+    FORM,
     MASKED,
     PREFILL,
     STATE,
+    WRITE,
     ModelSpec,
     Ports,
     head_pieces,
@@ -35,14 +38,21 @@ NORM_FLOOR = 2.0**-10
 Weights = Mapping[str, Stored]
 Var = Any  # coremltools' own Var carries no types
 
-_MIL = {"fp16": types.fp16, "fp32": types.fp32, "int32": types.int32}
+_MIL = {"fp16": types.fp16, "fp32": types.fp32, "int32": types.int32, "int8": types.int8}
+_OPSET = {9: target.iOS18, 10: target.iOS26}  # of a version of the format
 # The dtypes that tell coremltools how many bits of each byte are stored.
 _SIGNED = {8: np.int8, 4: types.np_int4_dtype}
 _PLACES = {8: np.uint8, 6: types.np_uint6_dtype, 4: types.np_uint4_dtype}
 
 
 def block_program(
-    spec: ModelSpec, recipe: Recipe, layers: range, context: int, prefill: int, weights: Weights
+    spec: ModelSpec,
+    recipe: Recipe,
+    layers: range,
+    context: int,
+    prefill: int,
+    weights: Weights,
+    form: Form = FORM,
 ) -> Program:
     """The program of a package that holds `layers`: `decode` takes one token, `prefill` that many, if it is not 0.
 
@@ -52,14 +62,14 @@ def block_program(
     functions = {}
     for name, query in ((DECODE, 1), (PREFILL, prefill)):
         if query:
-            ports = ports_of(spec, query, context, layers)
+            ports = ports_of(spec, query, context, layers, form)
             functions[name] = _function(
-                ports, lambda f, q=query: _block(_Graph(spec, recipe, q, weights), f, layers, context)
+                ports, lambda f, q=query: _block(_Graph(spec, recipe, q, weights), f, layers, context, form), form
             )
     return _program(functions)
 
 
-def head_program(spec: ModelSpec, recipe: Recipe, weights: Weights) -> Program:
+def head_program(spec: ModelSpec, recipe: Recipe, weights: Weights, form: Form = FORM) -> Program:
     """The head: final norm and one 1x1 convolution a piece of the vocabulary; weights `final_norm`, `head.0`, ..."""
 
     def body(inputs: Mapping[str, Var]) -> list[Var]:
@@ -73,7 +83,7 @@ def head_program(spec: ModelSpec, recipe: Recipe, weights: Weights) -> Program:
             outputs.append(graph.port(mb.transpose(x=piece, perm=[0, 2, 3, 1], name=f"head_{i}_rows"), f"logits_{i}"))
         return outputs  # [1, 1, 1, rows] each
 
-    return _program({DECODE: _function(head_ports(spec), body)})
+    return _program({DECODE: _function(head_ports(spec), body, form)})
 
 
 def _program(functions: Mapping[str, Function]) -> Program:
@@ -85,23 +95,22 @@ def _program(functions: Mapping[str, Function]) -> Program:
     return program
 
 
-def _function(ports: Ports, body: Callable[[Mapping[str, Var]], list[Var]]) -> Function:
+def _function(ports: Ports, body: Callable[[Mapping[str, Var]], list[Var]], form: Form = FORM) -> Function:
     mb.name_count.clear()  # names must not depend on what this process built before
     inputs = {p.name: mb.placeholder(p.shape, dtype=_MIL[p.dtype]) for p in ports.inputs}
     if ports.state is not None:
         inputs[ports.state.name] = mb.state_tensor_placeholder(ports.state.shape, dtype=types.fp16)
-    with Function(inputs, target.iOS18) as function:
+    with Function(inputs, _OPSET[form.spec_version]) as function:
         function.set_outputs(body(function.inputs))
     return function
 
 
-def _block(graph: "_Graph", inputs: Mapping[str, Var], layers: range, context: int) -> list[Var]:
+def _block(graph: "_Graph", inputs: Mapping[str, Var], layers: range, context: int, form: Form) -> list[Var]:
     spec, query = graph.spec, graph.query
     group = spec.n_heads // spec.n_kv_heads
     state = mb.read_state(input=inputs[STATE], name="past")  # [2k, n_kv, ctx, D] f16
-    past = mb.split(
-        x=graph.cast(state, "past_compute"), num_splits=2 * len(layers), axis=0, name="past_rows"
-    )  # 2k x [1, n_kv, ctx, D]
+    wide = graph.cast(state, "past_compute")
+    past = mb.split(x=wide, num_splits=2 * len(layers), axis=0, name="past_rows")  # 2k x [1, n_kv, ctx, D]
     kinds = {}
     for kind in sorted({spec.layer_attention[i] for i in layers}):
         suffix = kind_suffix(spec, kind)
@@ -111,20 +120,34 @@ def _block(graph: "_Graph", inputs: Mapping[str, Var], layers: range, context: i
             mask = mb.concat(values=[mask] * group, axis=2, name=f"mask{suffix}_group")  # [1, 1, G*Q, ctx]
         kinds[kind] = (cos, sin, mask)
 
-    x = graph.cast(inputs["hidden"], "hidden_compute")  # [1, 1, Q, H]
+    x = graph.arriving(inputs["hidden"], form.takes)  # [1, 1, Q, H]
     x = mb.transpose(x=x, perm=[0, 3, 1, 2], name="hidden_channels")  # [1, H, 1, Q]
     fresh: list[Var] = []
     for j, i in enumerate(layers):
         x, key, value = graph.layer(x, i, past[2 * j], past[2 * j + 1], *kinds[spec.layer_attention[i]])
         fresh += [key, value]
     kv = mb.concat(values=fresh, axis=0, name="fresh")  # [2k, n_kv, Q, D]
-    kv = graph.port(kv, "fresh_state")
-    whole = [True, True, False, True]  # only the third number of begin and end counts
-    kv = mb.slice_update(
-        x=state, update=kv, begin=inputs["begin"], end=inputs["end"], begin_mask=whole, end_mask=whole, name="kv_next"
-    )
+    if form.state_update == "blend":
+        kv = graph.port(graph.blend(wide, kv, inputs[WRITE], context), "kv_next")
+    else:
+        kv = _slice(state, graph.port(kv, "fresh_state"), inputs)
     mb.coreml_update_state(state=inputs[STATE], value=kv, name="kv_updated")
-    return [graph.port(mb.transpose(x=x, perm=[0, 2, 3, 1], name="hidden_rows"), "hidden_out")]  # [1, 1, Q, H]
+    x = mb.transpose(x=x, perm=[0, 2, 3, 1], name="hidden_rows")  # [1, 1, Q, H]
+    return [graph.leaving(x, form.gives)]
+
+
+def _slice(state: Var, fresh: Var, inputs: Mapping[str, Var]) -> Var:
+    """The state [2k, n_kv, ctx, D] with the new rows [2k, n_kv, Q, D] in it, where the host says."""
+    whole = [True, True, False, True]  # only the third number of begin and end counts
+    return mb.slice_update(
+        x=state,
+        update=fresh,
+        begin=inputs["begin"],
+        end=inputs["end"],
+        begin_mask=whole,
+        end_mask=whole,
+        name="kv_next",
+    )
 
 
 class _Graph:
@@ -132,6 +155,7 @@ class _Graph:
 
     def __init__(self, spec: ModelSpec, recipe: Recipe, query: int, weights: Weights) -> None:
         self.spec, self.query, self._weights = spec, query, expanded(weights)
+        self._norm = recipe.norm
         self._dtype = "fp16" if recipe.compute == "fp16" else "fp32"
         self._consts: dict[str, Var] = {}
         self._float = np.float16 if recipe.compute == "fp16" else np.float32
@@ -147,6 +171,35 @@ class _Graph:
             x.name = x.op.name = name
             return x
         return mb.cast(x=x, dtype="fp16", name=name)
+
+    def arriving(self, x: Var, scale: float | None) -> Var:
+        """The hidden state as it is computed with."""
+        if scale is None:
+            return self.cast(x, "hidden_compute")
+        return mb.dequantize(input=x, scale=self._float(scale), name="hidden_compute")
+
+    def leaving(self, x: Var, scale: float | None) -> Var:
+        """The hidden state as the next package takes it."""
+        if scale is None:
+            return self.port(x, "hidden_out")
+        return mb.quantize(input=x, scale=self._float(scale), output_dtype="int8", name="hidden_out")
+
+    def blend(self, past: Var, fresh: Var, write: Var, context: int) -> Var:
+        """past * (1 - m) + new * m, past [2k, n_kv, ctx, D], fresh [2k, n_kv, Q, D], write [1, 1, Q, ctx] of 0 and 1.
+
+        Exact in any precision: every cell is one number times 1, plus zeros.
+        """
+        write = self.cast(write, "write_compute")
+        column = [1, 1, context, 1]
+        if self.query == 1:
+            cells = mb.reshape(x=write, shape=column, name="write_cells")  # [1, 1, ctx, 1]
+            placed = mb.mul(x=fresh, y=cells, name="kv_placed")  # [2k, n_kv, ctx, D]
+        else:
+            cells = mb.reduce_sum(x=write, axes=[2], keep_dims=True, name="write_any")  # [1, 1, 1, ctx]
+            cells = mb.reshape(x=cells, shape=column, name="write_cells")
+            placed = mb.matmul(x=write, y=fresh, transpose_x=True, name="kv_placed")
+        keep = mb.sub(x=self._float(1), y=cells, name="write_not")
+        return mb.add(x=mb.mul(x=past, y=keep, name="kv_kept"), y=placed, name="kv_blended")
 
     # Weights
 
@@ -202,6 +255,10 @@ class _Graph:
         fp16's range for |x| up to 65 504, and a row of zeros stays zeros.
         """
         op = name.replace(".", "_")
+        shape = (1, -1, 1, 1) if axis == 1 else (1, 1, 1, -1)
+        if self._norm == "layer_norm":
+            y = self._by_layer_norm(x, op, axis, scale)
+            return mb.mul(x=y, y=self.vector(name, shape), name=f"{op}_out")
         k = mb.reduce_max(x=mb.abs(x=x, name=f"{op}_abs"), axes=[axis], keep_dims=True, name=f"{op}_max")
         k = mb.maximum(x=k, y=self._float(NORM_FLOOR), name=f"{op}_k")
         y = mb.real_div(x=x, y=k, name=f"{op}_y")
@@ -211,8 +268,15 @@ class _Graph:
         # rsqrt adds an epsilon of its own; the one that fp16 can hold least is none.
         root = mb.rsqrt(x=mean, epsilon=self._float(0.0), name=f"{op}_rsqrt")
         y = mb.mul(x=y, y=root, name=f"{op}_unit")
-        shape = (1, -1, 1, 1) if axis == 1 else (1, 1, 1, -1)
         return mb.mul(x=y, y=self.vector(name, shape), name=f"{op}_out")
+
+    def _by_layer_norm(self, x: Var, op: str, axis: int, scale: float) -> Var:
+        """The norm without its gain, as one op: the mean of [x, -x] is 0, and its variance the mean of x^2."""
+        negative = mb.mul(x=x, y=self._float(-1), name=f"{op}_negative")
+        both = mb.concat(values=[x, negative], axis=axis, name=f"{op}_both")
+        eps = self._float(self.spec.rms_eps * scale**2)
+        normed = mb.layer_norm(x=both, axes=[axis], epsilon=eps, name=f"{op}_layer_norm")
+        return mb.split(x=normed, num_splits=2, axis=axis, name=f"{op}_halves")[0]
 
     def heads(self, x: Var, n_heads: int, op: str) -> Var:
         """[1, n*D, 1, Q] -> [1, n, Q, D]"""

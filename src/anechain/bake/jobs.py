@@ -27,6 +27,8 @@ from anechain.bake.lora import Merged, open_merged
 from anechain.bake.source import Source, open_source
 from anechain.bake.survival import Figures, summary, survival
 from anechain.bundle.embedding import PALETTE, SCALE, TABLE
+from anechain.bundle.footprint import matrix_bytes
+from anechain.bundle.form import INT8_PORTS, STATE_UPDATES, TARGETS, Form, StateUpdate, form_of
 from anechain.bundle.manifest import (
     HEAD,
     MANIFEST,
@@ -40,7 +42,6 @@ from anechain.bundle.manifest import (
 from anechain.bundle.recipe import Recipe
 from anechain.bundle.rounded import Rounded
 from anechain.bundle.spec import ModelSpec, matrices_of
-from anechain.bundle.stored import storage_bytes
 from anechain.errors import BundleError, RecipeError, RequestError, SourceError
 
 MAX_LAYERS, MAX_BYTES = 15, 950 * 10**6  # of one package (rules S18 and S19)
@@ -67,8 +68,20 @@ class Plan:
     adapter_ref: str | None = None
     adapter_sha256: str | None = None
     stream_peak: float | None = None  # of the original's residual stream; what it decides is in `spec`
+    state_update: StateUpdate = "slice"
+    int8_boundaries: bool = False  # hidden states between packages in int8
+    boundary_scales: tuple[float, ...] = ()  # then one for each boundary, as calibrated
     rounded_file: str | None = None  # tensors that were rounded beforehand, for a recipe with a calibration
     calibration: Mapping[str, Any] | None = None  # what they were rounded by, and the file's hash
+
+    def form(self, job: str) -> Form:
+        """How the package of `job` is written."""
+        missing = self.int8_boundaries and len(self.boundary_scales) != len(self.blocks) - 1
+        assert not missing, "the boundaries were not calibrated"
+        numbers = [number for number, block in enumerate(self.blocks) if block.file == job]
+        if not numbers:
+            return Form(self.target, self.state_update)
+        return form_of(numbers[0], self.target, self.state_update, self.boundary_scales)
 
     @property
     def jobs(self) -> tuple[str, ...]:
@@ -106,18 +119,19 @@ def tools() -> dict[str, str]:
     return {name: version(name) for name in ("anechain", "coremltools", "numpy")}
 
 
-def matrix_bytes(name: str, shape: tuple[int, int], recipe: Recipe) -> int:
-    """Bytes that a matrix takes under the recipe; a table on the host is never wider than fp16."""
-    scheme = recipe.scheme_for(name, shape[0] * shape[1])
-    wide = recipe.compute == "fp32" and name != "embed"
-    return storage_bytes(shape, scheme) * (2 if wide and scheme.bits == 16 else 1)
-
-
 def make_plan(
-    source: Source, recipe: Recipe, context: int, prefill: int, target: str, layers_per_package: int | None
+    source: Source,
+    recipe: Recipe,
+    context: int,
+    prefill: int,
+    target: str,
+    layers_per_package: int | None,
+    state_update: str = "slice",
+    activations: str = "fp16",
 ) -> Plan:
     """Decides a bake. `layers_per_package` None is the recipe's wish or, without one, the fewest packages of at most
-    15 layers and 950 MB. Raises RecipeError or RequestError for anything that cannot be baked.
+    15 layers and 950 MB. With `activations` "int8" the plan still lacks the scales, which judge calibrates. Raises
+    RecipeError or RequestError for anything that cannot be baked.
     """
     spec = source.spec
     recipe.check(spec)
@@ -132,13 +146,27 @@ def make_plan(
         faults.append(f"--prefill {prefill} is not 0 or a multiple of 32 (use 64)")
     if layers_per_package is not None and layers_per_package < 1:
         faults.append(f"--layers-per-package {layers_per_package} is not a whole number of at least 1")
-    if target != "macOS15":
-        faults.append(f"--target {target} is not known (use macOS15)")
+    if target not in TARGETS:
+        faults.append(f"--target {target} is not known (use {', '.join(TARGETS)})")
+    if state_update not in STATE_UPDATES:
+        faults.append(f"--state-update {state_update} is not known (use {' or '.join(STATE_UPDATES)})")
+    if activations not in ("fp16", "int8"):
+        faults.append(f"--activations {activations} is not known (use fp16 or int8)")
+    elif activations == "int8" and TARGETS.get(target, INT8_PORTS) < INT8_PORTS:
+        faults.append(
+            f"--activations int8 needs inputs and outputs of int8, which no system before macOS 26 and iOS 26 has "
+            f"(use --target macOS26, or leave it out for {target})"
+        )
     if "tokenizer.json" not in source.text_files:
         faults.append(f"{source.ref} has no tokenizer.json (put it beside the weights)")
     if faults:
         raise RequestError(f"this cannot be baked: {'; '.join(faults)}.")
     blocks = _cut(spec, recipe, layers_per_package or recipe.layers_per_package)
+    if activations == "int8" and len(blocks) == 1:
+        raise RequestError(
+            "this cannot be baked: --activations int8 is for what packages hand on to each other, and all layers are "
+            "in one package (use --layers-per-package with a smaller number)."
+        )
     size = spec.vocab_size * spec.hidden_size
     same = recipe.scheme_for("embed", size) == recipe.scheme_for("head", size)
     shared = spec.tied and recipe.compute == "fp16" and same
@@ -146,7 +174,8 @@ def make_plan(
     adapter = source.adapter if isinstance(source, Merged) else None
     return Plan(
         source.ref, source.fingerprint, texts, spec, recipe, context, prefill, target, blocks, shared,
-        adapter.ref if adapter else None, adapter.sha256 if adapter else None,
+        adapter.ref if adapter else None, adapter.sha256 if adapter else None, None,
+        "blend" if state_update == "blend" else "slice", activations == "int8",
     )  # fmt: skip
 
 
@@ -247,7 +276,7 @@ def _bake(
     bundle = Bundle(
         out, plan.spec, plan.recipe, plan.context, plan.prefill, plan.target, plan.ref, plan.fingerprint,
         plan.blocks, embedding, tools(), plan.key, files, _provenance(source, plan, out),
-        plan.stream_peak, plan.calibration,
+        plan.stream_peak, plan.state_update, plan.boundary_scales, plan.calibration,
     )  # fmt: skip
     write_manifest(bundle)
     place.end(out)
@@ -347,12 +376,11 @@ def run_job(plan: Plan, job: str, out: Path) -> dict[str, FileRecord]:
         if job == EMBEDDING:
             package.make_embedding(source, plan.recipe, folder)
         elif job == HEAD:
-            package.make_head(source, plan.spec, plan.recipe, folder / HEAD, rounded)
+            package.make_head(source, plan.spec, plan.recipe, folder / HEAD, plan.form(HEAD), rounded)
         else:
             layers = next(b.layers for b in plan.blocks if b.file == job)
-            package.make_block(
-                source, plan.spec, plan.recipe, layers, plan.context, plan.prefill, folder / job, rounded
-            )
+            form, path = plan.form(job), folder / job
+            package.make_block(source, plan.spec, plan.recipe, layers, plan.context, plan.prefill, path, form, rounded)
         if isinstance(source, Merged):
             figures = survival(source, plan.recipe, plan.job_matrices(job))
             (folder / _figures_file(job)).write_text(json.dumps(figures, indent=1), encoding="utf-8")

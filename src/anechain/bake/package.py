@@ -20,13 +20,13 @@ from anechain.bake.check import check_block, check_head
 from anechain.bake.graph import block_program, head_program
 from anechain.bake.source import Source
 from anechain.bundle.embedding import write_embedding
+from anechain.bundle.form import Form
 from anechain.bundle.recipe import FP16, Recipe, Scheme
 from anechain.bundle.rounded import Rounded
-from anechain.bundle.spec import LAYER_MATRICES, ModelSpec, head_pieces, layer_tensors, stream_writers
-from anechain.bundle.stored import Stored, compress, form_of
+from anechain.bundle.spec import FORM, LAYER_MATRICES, ModelSpec, head_pieces, layer_tensors, stream_writers
+from anechain.bundle.stored import Stored, compress, scheme_of
 from anechain.errors import RecipeError
 
-SPEC_VERSION = 9  # macOS 15 / iOS 18: the first with states and several functions
 FP16_MAX = 65504.0
 
 Weights = dict[str, Stored]
@@ -40,6 +40,7 @@ def make_block(
     context: int,
     prefill: int,
     path: Path,
+    form: Form = FORM,
     rounded: Rounded | None = None,
 ) -> None:
     """Writes the package of `layers` as `path` and asserts, from the files, that it is what the recipe says.
@@ -47,16 +48,19 @@ def make_block(
     Tensors that are in `rounded` are taken from there as they are.
     """
     weights = block_weights(source, recipe, spec, layers, rounded)
-    program = block_program(spec, recipe, layers, context, prefill, weights)
-    save_package(program, path, {"layers": f"{layers.start}-{layers.stop - 1}", "recipe": recipe.name})
-    check_block(path, spec, recipe, layers, context, prefill, weights)
+    program = block_program(spec, recipe, layers, context, prefill, weights, form)
+    described = {"layers": f"{layers.start}-{layers.stop - 1}", "recipe": recipe.name}
+    save_package(program, path, described, form.spec_version)
+    check_block(path, spec, recipe, layers, context, prefill, weights, form)
 
 
-def make_head(source: Source, spec: ModelSpec, recipe: Recipe, path: Path, rounded: Rounded | None = None) -> None:
+def make_head(
+    source: Source, spec: ModelSpec, recipe: Recipe, path: Path, form: Form = FORM, rounded: Rounded | None = None
+) -> None:
     """The same for the final norm and the head."""
     weights = head_weights(source, recipe, spec, rounded)
-    save_package(head_program(spec, recipe, weights), path, {"recipe": recipe.name})
-    check_head(path, spec, recipe, weights)
+    save_package(head_program(spec, recipe, weights, form), path, {"recipe": recipe.name}, form.spec_version)
+    check_head(path, spec, recipe, weights, form)
 
 
 def make_embedding(source: Source, recipe: Recipe, directory: Path) -> None:
@@ -132,8 +136,8 @@ class _Stored:
 
     def take(self, name: str, stored: Stored, shape: tuple[int, ...], scheme: Scheme) -> None:
         """A tensor that was rounded beforehand; it must be what the recipe would have made of the matrix' shape."""
-        if stored.shape != shape or form_of(stored) != replace(scheme, granularity="channel", block=0):
-            self._faults.append(f"{name} was rounded beforehand as {form_of(stored)} {list(stored.shape)}")
+        if stored.shape != shape or scheme_of(stored) != replace(scheme, granularity="channel", block=0):
+            self._faults.append(f"{name} was rounded beforehand as {scheme_of(stored)} {list(stored.shape)}")
         elif isinstance(stored, np.ndarray) and not np.isfinite(stored).all():
             self._faults.append(f"{name} was rounded beforehand to values that are not finite")
         else:
@@ -148,7 +152,9 @@ class _Stored:
         return self._weights
 
 
-def save_package(program: Program, path: Path, description: Mapping[str, str]) -> None:
+def save_package(
+    program: Program, path: Path, description: Mapping[str, str], spec_version: int = FORM.spec_version
+) -> None:
     """Writes `program` as the folder `path` (which must not exist); `description` becomes its metadata.
 
     Raises OSError when the disk does not take it.
@@ -156,7 +162,7 @@ def save_package(program: Program, path: Path, description: Mapping[str, str]) -
     data = path / "Data" / "com.apple.CoreML"
     (data / "weights").mkdir(parents=True)
     try:
-        model = export(program, weights_dir=str(data / "weights"), specification_version=SPEC_VERSION)
+        model = export(program, weights_dir=str(data / "weights"), specification_version=spec_version)
     except RuntimeError as error:  # the native weight writer reports a failed write this way
         raise OSError(f"the weights of {path.name} could not be written ({error})") from error
     model.description.metadata.userDefined.update(description)

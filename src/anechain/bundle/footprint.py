@@ -54,3 +54,10 @@ def footprint(spec: ModelSpec, recipe: Recipe) -> Footprint:
             blocks += schemes[name].rank * (outputs + inputs)
             small += count if schemes[name].bits < 16 else 0
     return Footprint(total, plain, tuple(left), left_bytes, small / blocks)
+
+
+def matrix_bytes(name: str, shape: tuple[int, int], recipe: Recipe) -> int:
+    """Bytes that a matrix takes under the recipe; a table on the host is never wider than fp16."""
+    scheme = recipe.scheme_for(name, shape[0] * shape[1])
+    wide = recipe.compute == "fp32" and name != "embed"
+    return storage_bytes(shape, scheme) * (2 if wide and scheme.bits == 16 else 1)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from anechain.bundle.form import STATE_UPDATES, TARGETS, Form, StateUpdate, form_of
 from anechain.bundle.recipe import Recipe
 from anechain.bundle.spec import ModelSpec
 from anechain.errors import BundleError, RecipeError
@@ -59,11 +60,17 @@ class Bundle:
     files: Mapping[str, FileRecord]
     adapter: Mapping[str, Any] | None = None  # the LoRA that is merged into the weights: what it is, what is left of it
     stream_peak: float | None = None  # the largest absolute value seen in the original's residual stream, unscaled
+    state_update: StateUpdate = "slice"
+    boundary_scales: tuple[float, ...] = ()  # int8 between packages: a scale for each boundary; none for fp16
     calibration: Mapping[str, Any] | None = None  # what the weights were rounded by: hash and size of the text, a hash
 
     @property
     def block_paths(self) -> list[Path]:
         return [self.path / block.file for block in self.blocks]
+
+    def form(self, number: int) -> Form:
+        """The form of package `number` of the blocks."""
+        return form_of(number, self.target, self.state_update, self.boundary_scales)
 
     @property
     def head_path(self) -> Path:
@@ -77,6 +84,8 @@ class Bundle:
             "context": self.context,
             "prefill": self.prefill,
             "target": self.target,
+            "state_update": self.state_update,
+            "boundary_scales": list(self.boundary_scales),
             "source": {"ref": self.source_ref, "fingerprint": self.fingerprint},
             "blocks": [{"file": b.file, "layers": [b.start, b.stop]} for b in self.blocks],
             "head": HEAD,
@@ -123,6 +132,8 @@ def open_bundle(path: Path, verify_hashes: bool = False) -> Bundle:
             tools=data["tools"],
             key=data["key"],
             files={name: FileRecord(r["bytes"], r["sha256"]) for name, r in data["files"].items()},
+            state_update=data.get("state_update", "slice"),  # bundles from before there was a choice
+            boundary_scales=tuple(data.get("boundary_scales", ())),
             adapter=data.get("adapter"),
             stream_peak=data.get("stream_peak"),
             calibration=data.get("calibration"),
@@ -144,6 +155,12 @@ def _gaps(bundle: Bundle) -> list[str]:
     faults = [f"{part} is not among its files" for part in dict.fromkeys(parts) if part not in tops]
     if [i for block in bundle.blocks for i in block.layers] != list(range(bundle.spec.n_layers)):
         faults.append(f"its packages do not hold the layers 0 to {bundle.spec.n_layers - 1} in order")
+    if bundle.target not in TARGETS:
+        faults.append(f"its target {bundle.target!r} is none of {', '.join(TARGETS)}")
+    if bundle.state_update not in STATE_UPDATES:
+        faults.append(f"its state update {bundle.state_update!r} is none of {', '.join(STATE_UPDATES)}")
+    if len(bundle.boundary_scales) not in (0, len(bundle.blocks) - 1):
+        faults.append(f"it has {len(bundle.boundary_scales)} scales for {len(bundle.blocks) - 1} boundaries")
     return faults
 
 

@@ -14,6 +14,8 @@ from anechain.errors import RecipeError
 
 Kind = Literal["linear", "palette"]
 Granularity = Literal["tensor", "channel", "block", "group"]
+Norm = Literal["max-scaled", "layer_norm"]
+NORMS: tuple[Norm, ...] = ("max-scaled", "layer_norm")
 
 
 @dataclass(frozen=True)
@@ -120,12 +122,17 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Recipe:
-    """An ordered list of rules. A matrix that no rule matches stays fp16."""
+    """An ordered list of rules. A matrix that no rule matches stays fp16.
+
+    `norm` is how an RMSNorm is written: scaled by the row's maximum, or as a layer_norm of [x, -x]. The second is there
+    to be compared on a Mac: with fp16 inside the op, |x| > 255 overflows (docs/decisions/0019-the-other-norm.md).
+    """
 
     name: str
     compute: Literal["fp16", "fp32"]
     rules: tuple[Rule, ...]
     layers_per_package: int | None = None  # the recipe's own wish; the command line's flag wins
+    norm: Norm = "max-scaled"
     calibration: Calibration | None = None
 
     def scheme_for(self, matrix: str, weights: int) -> Scheme:
@@ -162,6 +169,7 @@ class Recipe:
             "compute": self.compute,
             "layers_per_package": self.layers_per_package,
             "rules": [rule.to_json() for rule in self.rules],
+            **({} if self.norm == NORMS[0] else {"norm": self.norm}),  # so that other recipes stay what they were
             **({"calibration": asdict(self.calibration)} if self.calibration else {}),
         }
 
@@ -176,10 +184,11 @@ class Recipe:
         )  # fmt: skip
         kept = data.get("calibration")
         calibration = Calibration(**{**kept, "methods": tuple(kept["methods"])}) if kept else None
-        return Recipe(data["name"], data["compute"], rules, data["layers_per_package"], calibration)
+        norm = data.get("norm", NORMS[0])
+        return Recipe(data["name"], data["compute"], rules, data["layers_per_package"], norm, calibration)
 
 
-_TOP = {"name", "compute", "layers_per_package", "rule", "calibration"}
+_TOP = {"name", "compute", "layers_per_package", "norm", "rule", "calibration"}
 _NEEDED, _LIMITS = {"match", "scheme"}, {"layers", "at_least", "at_most"}
 _COUNTS = {"sequences": 0, "length": 2, "seed": 0}  # the least that each may be
 
@@ -194,6 +203,9 @@ def parse_recipe(text: str, where: str) -> Recipe:
     compute = data.get("compute", "fp16")
     if compute not in ("fp16", "fp32"):
         faults.append(f'compute = {compute!r} (use "fp16" or "fp32")')
+    norm = data.get("norm", NORMS[0])
+    if norm not in NORMS:
+        faults.append(f"norm = {norm!r} (use {' or '.join(map(repr, NORMS))})")
     per_package = data.get("layers_per_package")
     if per_package is not None and not _whole(per_package, 1):
         faults.append(f"layers_per_package = {per_package!r} (use a whole number of at least 1)")
@@ -207,7 +219,7 @@ def parse_recipe(text: str, where: str) -> Recipe:
     calibration = _calibration(data["calibration"], faults) if "calibration" in data else None
     if faults:
         raise RecipeError(f"{where} cannot be used: {'; '.join(faults)}.")
-    return Recipe(str(data.get("name", Path(where).stem)), compute, tuple(rules), per_package, calibration)
+    return Recipe(str(data.get("name", Path(where).stem)), compute, tuple(rules), per_package, norm, calibration)
 
 
 def _whole(value: Any, least: int) -> bool:

@@ -6,9 +6,13 @@ Nothing here computes; `bake` builds packages to these ports, `run` feeds them, 
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from anechain.bundle.form import Form
+
 MASKED = -40000.0  # exact in fp16; a score of up to -25 500 added to it stays finite
 STATE = "kv"
+WRITE = "write"  # the port of the state update "blend"
 DECODE, PREFILL = "decode", "prefill"
+FORM = Form()
 MAX_PIECE = 16384  # the widest output that the ANE is published to take (rule S11)
 
 
@@ -136,7 +140,7 @@ class Port:
 
     name: str
     shape: tuple[int, ...]
-    dtype: Literal["fp16", "int32"] = "fp16"
+    dtype: Literal["fp16", "int32", "int8"] = "fp16"
 
 
 @dataclass(frozen=True)
@@ -153,27 +157,35 @@ def kind_suffix(spec: ModelSpec, kind: int) -> str:
     return "" if len(spec.attentions) == 1 else f"_{spec.attentions[kind].name}"
 
 
-def ports_of(spec: ModelSpec, query: int, context: int, layers: range) -> Ports:
+def ports_of(spec: ModelSpec, query: int, context: int, layers: range, form: Form = FORM) -> Ports:
     """The ports of a package that holds `layers`, for the function that takes `query` tokens at once.
 
-    - `hidden`, `hidden_out` [1, 1, Q, H]: the residual stream times `spec.stream_scale`.
+    - `hidden`, `hidden_out` [1, 1, Q, H]: the residual stream times `spec.stream_scale`; int8 where the form has a
+      scale for that end.
     - `cos*`, `sin*` [1, 1, Q, head_dim]: rotation of the Q positions, both halves filled (half-split).
     - `mask*` [1, 1, Q, context]: added to the scores against the *past*, which is the state before this call: 0 for
       the cells that row may see, MASKED for all others. What the Q tokens see of each other is fixed in the program.
-    - `begin`, `end` int32 [4]: where in the state the new keys and values go. Only the third number counts, p and p + Q
-      (the program takes the other axes whole), so that packages with different numbers of layers share these arrays.
+    - state update "slice": `begin`, `end` int32 [4]: where in the state the new keys and values go. Only the third
+      number counts, p and p + Q (the program takes the other axes whole), so that packages with different numbers of
+      layers share these arrays.
+    - state update "blend": `write` [1, 1, Q, context]: 1 where the new keys and values of that row go, 0 elsewhere.
     - state `kv` [2k, n_kv, context, head_dim]: rows 2j and 2j + 1 are the keys and the values of the j-th layer.
     """
     kinds = sorted({spec.layer_attention[i] for i in layers})
     rope = (1, 1, query, spec.head_dim)
-    inputs = [Port("hidden", (1, 1, query, spec.hidden_size))]
+    hidden = (1, 1, query, spec.hidden_size)
+    inputs = [Port("hidden", hidden, "fp16" if form.takes is None else "int8")]
     for kind in kinds:
         suffix = kind_suffix(spec, kind)
         inputs += [Port(f"cos{suffix}", rope), Port(f"sin{suffix}", rope)]
         inputs += [Port(f"mask{suffix}", (1, 1, query, context))]
-    inputs += [Port("begin", (4,), "int32"), Port("end", (4,), "int32")]
+    if form.state_update == "blend":
+        inputs += [Port(WRITE, (1, 1, query, context))]
+    else:
+        inputs += [Port("begin", (4,), "int32"), Port("end", (4,), "int32")]
     state = Port(STATE, (2 * len(layers), spec.n_kv_heads, context, spec.head_dim))
-    return Ports(tuple(inputs), (Port("hidden_out", (1, 1, query, spec.hidden_size)),), state)
+    output = Port("hidden_out", hidden, "fp16" if form.gives is None else "int8")
+    return Ports(tuple(inputs), (output,), state)
 
 
 def head_pieces(spec: ModelSpec) -> tuple[int, int]:

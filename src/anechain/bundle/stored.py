@@ -61,7 +61,7 @@ def dense(stored: Stored) -> np.ndarray:
     return depalettize(stored) if isinstance(stored, Palettized) else stored
 
 
-def form_of(stored: Stored) -> Scheme:
+def scheme_of(stored: Stored) -> Scheme:
     """The scheme of a stored tensor, without what its scales and tables are shared by."""
     if isinstance(stored, np.ndarray):
         return Scheme(16)

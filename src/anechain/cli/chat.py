@@ -8,8 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from anechain.bundle.manifest import TOKENIZER, open_bundle
-from anechain.cli.console import err, open_engine, print_json
+from anechain.cli.console import err, open_engine, open_grammar, print_json
+from anechain.cli.doctor import this_machine
 from anechain.errors import RequestError
+from anechain.judge.measured import refuse_diverged
 from anechain.run.chain import Chain
 from anechain.run.conversation import Conversation
 from anechain.run.sample import Sampling
@@ -21,18 +23,26 @@ def chat(
     system: Annotated[str | None, typer.Option(help="the system prompt, instead of the template's own")] = None,
     engine: Annotated[str, typer.Option(help="cpu, reference or coreml")] = "cpu",
     fast: Annotated[bool, typer.Option(help="cpu: bf16 arithmetic where the machine has it")] = False,
+    compute_units: Annotated[str, typer.Option(help="coreml: cpu-and-ne (the default), all, cpu-and-gpu, cpu")] = "",
     max_tokens: Annotated[int, typer.Option(help="the longest answer")] = 512,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token")] = 0.0,
     top_k: Annotated[int, typer.Option(help="draw from the k likeliest, 0 for all")] = 0,
     top_p: Annotated[float, typer.Option(help="draw from the likeliest that hold this probability")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="the same seed draws the same tokens")] = None,
+    schema: Annotated[Path | None, typer.Option(help="a JSON schema that every answer keeps to")] = None,
+    regex: Annotated[str | None, typer.Option(help="a regex that every answer matches as a whole")] = None,
+    grammar: Annotated[Path | None, typer.Option(help="a Lark grammar that every answer keeps to")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object, with all turns")] = False,
 ) -> None:
     """Talk with BUNDLE. A line is a turn; `/reset` starts anew, `/exit` or the end of the input leaves."""
     sampling = Sampling(temperature, top_k, top_p, seed)
+    wanted = open_grammar(schema, regex, grammar)
     opened = open_bundle(bundle)
     tokenizer = Tokenizer.load(opened.path / TOKENIZER)
-    conversation = Conversation(Chain(opened, open_engine(engine, fast=fast)), tokenizer, sampling, system)
+    if engine == "coreml":
+        refuse_diverged(opened, this_machine())
+    chain = Chain(opened, open_engine(engine, fast=fast, compute_units=compute_units))
+    conversation = Conversation(chain, tokenizer, sampling, system, grammar=wanted)
     interactive, turns = sys.stdin.isatty(), list[dict[str, Any]]()
     for line in _lines(interactive):
         if line == "/reset":

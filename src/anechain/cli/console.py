@@ -6,19 +6,20 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from anechain.errors import EngineError, RequestError
 from anechain.run.engine import Engine
+from anechain.run.grammar import Grammar
 
 # What is printed may be a path or a model's words: nothing in it is markup, and a pipe gets lines of any length.
 _PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False, "soft_wrap": True}
 out = Console(**_PLAIN, width=None if sys.stdout.isatty() else 200)
 err = Console(**_PLAIN, stderr=True)
-ENGINES = ("reference", "cpu", "coreml")
+ENGINES = ("reference", "cpu", "openvino", "coreml")
 
 Report = Callable[[int, int, str], None]  # done, total, what is being done
 
@@ -44,38 +45,72 @@ def progress(title: str) -> Iterator[Report]:
 
 def print_json(value: dict[str, Any]) -> None:
     """The one object that `--json` puts on stdout; what JSON has no number for (NaN, infinity) becomes null."""
-    json.dump(_plain(value), sys.stdout, allow_nan=False, indent=1)
+    json.dump(plain(value), sys.stdout, allow_nan=False, indent=1)
     sys.stdout.write("\n")
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """As JSON holds it: what it has no number for becomes null."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value
 
 
-def open_engine(name: str, stress: bool = False, fast: bool = False) -> Engine:
+def open_engine(name: str, stress: bool = False, fast: bool = False, compute_units: str = "") -> Engine:
     """The engine that `--engine` names.
 
     Raises EngineError when it is not there, RequestError when there is no such one or it has no such mode.
     """
-    if fast and name != "cpu":
+    if compute_units and name != "coreml":
+        raise RequestError(f"--compute-units are Core ML's: use --engine coreml, or {name} without them.")
+    if fast and name not in ("cpu", "openvino"):
         raise RequestError(f"--fast is a mode of the cpu engine: use --engine cpu, or {name} without it.")
     if name == "reference":
         from anechain.run.reference import ReferenceEngine
 
         return ReferenceEngine(stress)
-    if name == "cpu":
-        from anechain.run.openvino import CpuEngine
-
-        return CpuEngine("fast" if fast else "exact")
+    if name in ("cpu", "openvino"):
+        return _cpu_engine("fast" if fast else "exact", name == "cpu")
     if name == "coreml":
-        raise EngineError("the coreml engine needs a Mac and is not part of this version: use --engine cpu.")
+        from anechain.run.coreml import CoreMLEngine
+
+        return CoreMLEngine(compute_units) if compute_units else CoreMLEngine()
     raise RequestError(f"--engine {name} is not known: use {', '.join(ENGINES)}.")
+
+
+def _cpu_engine(mode: Literal["exact", "fast"], native: bool) -> Engine:
+    """The native engine where it was built and the processor has what it needs, else OpenVINO: the name says which."""
+    if native:
+        from anechain.run.tape import TapeEngine
+
+        try:
+            return TapeEngine(mode)
+        except EngineError:
+            pass
+    from anechain.run.openvino import CpuEngine
+
+    return CpuEngine(mode)
+
+
+def open_grammar(schema: Path | None, regex: str | None, grammar: Path | None) -> Grammar | None:
+    """What `--schema`, `--regex` or `--grammar` asks for; None for none of them. Raises RequestError."""
+    named = {"--schema": schema, "--regex": regex, "--grammar": grammar}
+    if len(given := [flag for flag, value in named.items() if value is not None]) > 1:
+        raise RequestError(f"{' and '.join(given)} exclude each other: give one of them.")
+    if regex is not None:
+        return Grammar("regex", regex)
+    path = schema or grammar
+    if path is None:
+        return None
+    try:
+        return Grammar("schema" if schema else "lark", path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        why = (isinstance(error, OSError) and error.strerror) or "it is not UTF-8 text"
+        raise RequestError(f"{given[0]} {path} cannot be read ({why}): name a file with one.") from None
 
 
 def megabytes(count: int) -> str:

@@ -11,8 +11,11 @@ from typing import Annotated, Any
 
 import typer
 
-from anechain.cli.console import out, print_json
+from anechain.cli.console import err, out, print_json
+from anechain.errors import EngineError, RequestError
 from anechain.judge.compatibility import Known, Machine, chip_name, known_problems, parse_version
+from anechain.judge.measured import Stored, feature_answer, import_record, stored_records
+from anechain.run.native import library
 
 PYTHONS = ((3, 11), (3, 14))  # from, and before which
 NATIVE = ("libmilstoragepython", "libmodelpackage")  # without them a bake cannot write weights or packages
@@ -20,8 +23,25 @@ MAC_NATIVE = "libcoremlpython"  # what predicts, and exists on a Mac only
 _SUFFIXES = (".so", ".dylib", ".pyd")
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False) -> int:
-    """Show what this machine can do, and which known problems concern it. Exit code 1 when it cannot even bake."""
+def doctor(
+    record_to: Annotated[
+        Path | None,
+        typer.Option("--record", metavar="OUT.zip", help="on a Mac: measure the demo model, for us to read"),
+    ] = None,
+    imported: Annotated[
+        Path | None, typer.Option("--import", metavar="RECORD.zip", help="keep what was measured on a Mac")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> int:
+    """Show what this machine can do, and which known problems concern it. Exit code 1 when it cannot even bake.
+
+    With --record, measure the demo model on a Mac instead; with --import, take such a record into this user's store.
+    """
+    if record_to is not None:
+        return _measure(record_to)
+    if imported is not None:
+        _import(imported, as_json)
+        return 0
     record = examine()
     if as_json:
         print_json(record)
@@ -30,10 +50,25 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="print one JSON 
     return 0 if record["can_bake"] else 1
 
 
+def _measure(path: Path) -> int:
+    """Raises EngineError at once where there is no Core ML."""
+    from anechain.judge.mac_record import Mac, make_record
+    from anechain.judge.record import write_record
+    from anechain.run.coreml import CoreMLEngine
+
+    CoreMLEngine()
+    if not path.parent.is_dir():
+        raise RequestError(f"--record {path}: there is no folder {path.parent}: make it first.")
+    mac = Mac(mac_model()[1], chip_name(_chip()), _sysctl("hw.model"))
+    write_record(make_record(mac, "demo", CoreMLEngine, err.print), path)
+    err.print(f"{path}: no prompts, no serial numbers, no names; send it to us (docs/on-a-mac.md)")
+    return 0
+
+
 def examine() -> dict[str, Any]:
     """Everything that doctor prints; imports none of what it looks for."""
-    machine, tool = _machine(), _version("coremltools")
-    python = _python()
+    machine, tool = this_machine(), _version("coremltools")
+    python, records = _python(), stored_records()
     native = _native_parts()
     return {
         "python": python,
@@ -45,8 +80,26 @@ def examine() -> dict[str, Any]:
         "coremltools": {"version": tool or None, "native_parts": native},
         "engines": _engines(),
         "can_bake": python["supported"] and bool(tool) and all(native[name] for name in NATIVE),
-        "known_problems": [_problem(row) for row in _concerning(machine, tool)],
+        "known_problems": [_problem(row, machine, tool, records) for row in _concerning(machine, tool)],
+        "records": len(records),
     }
+
+
+def _import(path: Path, as_json: bool) -> None:
+    stored, new = import_record(path)
+    record = stored.record
+    counts = {s: sum(t.status == s for t in record.trials) for s in ("works", "broken", "unknown")}
+    summary = {"os": record.os, "chip": record.chip, "coremltools": record.coremltools, "new": new, **counts}
+    if as_json:
+        print_json({**summary, "file": str(stored.file)})
+        return
+    out.print(f"measured on {record.os}, {record.chip}, with packages of coremltools {record.coremltools}:")
+    for trial in record.trials:
+        tried = trial.configuration
+        form = f"{tried.recipe}, {tried.target}, {tried.layers_per_package} layers a package, {tried.state_update}"
+        form += f", {tried.activations} between packages" + (f", {tried.function}" if tried.function else "")
+        out.print(f"{trial.status:8} {tried.model}: {form}" + (f": {trial.diverged}" if trial.diverged else ""))
+    out.print(f"{'kept' if new else 'known already'}: {stored.file}")
 
 
 def _python() -> dict[str, Any]:
@@ -74,13 +127,26 @@ def _native_parts() -> dict[str, bool]:
 
 def _engines() -> dict[str, dict[str, Any]]:
     openvino = _version("openvino")
-    cpu = f"OpenVINO {openvino}" if openvino else "openvino is not installed: pip install openvino"
+    other = f"OpenVINO {openvino}" if openvino else "openvino is not installed: pip install openvino"
+    native = _native_fault()
     coreml = _coreml_fault()
     return {
         "reference": {"available": True, "reason": "numpy; slow, and the definition of right"},
-        "cpu": {"available": bool(openvino), "reason": cpu},
+        "cpu": {
+            "available": bool(openvino) or not native,
+            "reason": f"{other}; {native}" if native else "native, AVX-512 VNNI",
+        },
+        "openvino": {"available": bool(openvino), "reason": other},
         "coreml": {"available": not coreml, "reason": coreml or "Core ML"},
     }
+
+
+def _native_fault() -> str:
+    try:
+        library()
+    except EngineError as error:
+        return str(error).rstrip(".")
+    return ""
 
 
 def _coreml_fault() -> str:
@@ -88,18 +154,21 @@ def _coreml_fault() -> str:
         return f"needs a Mac with Apple silicon; this is {platform.system()} on {platform.machine()}"
     if platform.machine() != "arm64":
         return "this Python runs as x86-64 (Rosetta or an Intel Mac), which has no Neural Engine: use an arm64 Python"
-    if importlib.util.find_spec("anechain.run.coreml") is None:
-        return "is not part of this version"
     if importlib.util.find_spec("CoreML") is None:
-        return "PyObjC is not installed: pip install pyobjc-framework-CoreML"
+        return 'PyObjC is not installed: pip install "anechain[macos]"'
     return ""
 
 
-def _machine() -> Machine:
+def this_machine() -> Machine:
     """What known problems are matched with: of a system that is not Apple's, nothing but its name."""
     if platform.system() != "Darwin":
         return Machine(platform.system(), (), "none")
     return Machine("macOS", parse_version(platform.mac_ver()[0]), chip_name(_chip()))
+
+
+def mac_model() -> tuple[str, str]:
+    """The kind of Mac with its chip, and its system: what a compute plan is headed by."""
+    return f"{_sysctl('hw.model')} ({chip_name(_chip())})", f"macOS {platform.mac_ver()[0]}"
 
 
 def _chip() -> str:
@@ -134,8 +203,10 @@ def _concerning(machine: Machine, tool: str) -> list[Known]:
     return [row for row in here if row.status != "works"]
 
 
-def _problem(row: Known) -> dict[str, Any]:
+def _problem(row: Known, machine: Machine, tool: str, records: list[Stored]) -> dict[str, Any]:
+    judged = feature_answer(row.feature, machine, tool, records)
     return {
+        "measured": judged.status if judged.basis == "measured" else None,
         "id": row.id, "feature": row.feature, "status": row.status, "where": str(row.scope), "rule": row.rule,
         "what": row.what, "fix": row.fix, "source": row.source,
     }  # fmt: skip
@@ -154,7 +225,8 @@ def _show(record: dict[str, Any]) -> None:
         out.print(f"engine       {name}: {'yes' if engine['available'] else 'no'}, {engine['reason']}")
     for problem in record["known_problems"]:
         what = f"{problem['what']} [{problem['where']}; {problem['source']}]"
-        out.print(f"published    {problem['feature']}: {problem['status']}: {what}")
+        measured = f" (measured here: {problem['measured']})" if problem["measured"] else ""
+        out.print(f"published    {problem['feature']}: {problem['status']}{measured}: {what}")
     if not record["known_problems"]:
         out.print("published    no known problem concerns this machine")
     out.print("can bake     " + ("yes" if record["can_bake"] else "no"))

@@ -29,6 +29,7 @@ def gate(
     source: Annotated[str, typer.Option(help="for --by-package: the original, if it has moved")] = "",
     lora: Annotated[str, typer.Option(help="for --by-package: its adapter, if that has moved")] = "",
     fast: Annotated[bool, typer.Option(help="cpu: judge its fast mode")] = False,
+    compute_units: Annotated[str, typer.Option(help="coreml: cpu-and-ne (the default), all, cpu-and-gpu, cpu")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> int:
     """Compare BUNDLE with the original, position by position. Exit code 0 pass, 1 fail, 2 could not run."""
@@ -42,10 +43,10 @@ def gate(
         )
     adapter = lora or (opened.adapter["ref"] if opened.adapter else None)
     original = open_merged(source or opened.source_ref, adapter) if by_package else None
-    results = gate_bundle(opened, wanted, engine, fast)
+    results = gate_bundle(opened, wanted, engine, fast, compute_units)
     packages = []
     if original is not None:
-        chain = Chain(opened, open_engine(engine, fast=fast), stitched=False)
+        chain = Chain(opened, open_engine(engine, fast=fast, compute_units=compute_units), stitched=False)
         with progress("packages") as report:
             packages = judge_packages(chain, original, wanted, report)
     record = merged(results) | ({"packages": [p.to_json() for p in packages]} if by_package else {})
@@ -56,11 +57,13 @@ def gate(
     return 0 if all(r.passed for r in results) else 1
 
 
-def gate_bundle(bundle: Bundle, baseline: Baseline, engine: str, fast: bool = False) -> list[Result]:
+def gate_bundle(
+    bundle: Bundle, baseline: Baseline, engine: str, fast: bool = False, compute_units: str = ""
+) -> list[Result]:
     """One result for each mode that the verdict needs: the reference engine is judged plain and under stress."""
     results = []
     for stress in (False, True) if engine == "reference" else (False,):
-        chain = Chain(bundle, open_engine(engine, stress, fast))
+        chain = Chain(bundle, open_engine(engine, stress, fast, compute_units))
         with progress(f"gate {baseline.profile} on {chain.engine.name}") as report:
             results.append(run_gate(chain, baseline, _positions(report)))
     return results

@@ -34,6 +34,9 @@ def inspect(
         "recipe": opened.recipe.to_json(),
         "context": opened.context,
         "prefill": opened.prefill,
+        "target": opened.target,
+        "state_update": opened.state_update,
+        "boundary_scales": list(opened.boundary_scales),
         "packages": packages,
         "embedding": _embedding(opened),
         "left_fp16": left_fp16(opened),
@@ -45,6 +48,9 @@ def inspect(
         return
     out.print(f"{bundle}: {opened.spec.family}, {opened.spec.n_layers} layers, context {opened.context}, "
               f"recipe {opened.recipe.name}, from {opened.source_ref}")  # fmt: skip
+    scales = ", ".join(f"{scale:g}" for scale in opened.boundary_scales)
+    between = f"int8 (scales {scales})" if scales else "fp16"
+    out.print(f"for {opened.target}, state update {opened.state_update}, {between} between packages")
     if opened.adapter:
         out.print(f"with the adapter {opened.adapter['ref']}: {opened.adapter['notes'][0]}")
     dtypes = sorted({d for p in packages for d in p["weight_bytes"]})

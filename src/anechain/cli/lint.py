@@ -15,6 +15,7 @@ from anechain.judge.compatibility import parse_machine
 from anechain.judge.lint import Finding, Report, Share, total
 from anechain.judge.lint import lint as judge
 from anechain.judge.lint_report import NOTE, by_rule, fraction, to_json, to_sarif
+from anechain.judge.measured import stored_records
 
 SHOWN = 4  # places of a rule before the rest is only counted
 STDOUT = "-"
@@ -36,7 +37,7 @@ def lint(
         raise RequestError("--json and --sarif - both want stdout: name a file for one of them.")
     machine = parse_machine(os, chip)
     with progress("lint") as step:
-        report = judge(path, machine, plan, ignore or [], step)
+        report = judge(path, machine, plan, ignore or [], step, stored_records() if machine.known else ())
     if sarif and sarif != STDOUT:
         write_atomically(Path(sarif), (json.dumps(to_sarif(report), indent=1) + "\n").encode())
         err.print(f"{sarif}: {len(report.findings)} results")
@@ -56,7 +57,8 @@ def show(report: Report, every: bool) -> None:
         _show_rule(group, every)
     for finding in report.overruled:
         where = "/".join(p for p in (finding.package, finding.function, finding.op) if p)
-        out.print(f"overruled: {finding.rule} at {where}: the plan shows it on the ANE")
+        why = "the plan shows it on the ANE" if finding.basis == "published" else finding.basis
+        out.print(f"overruled: {finding.rule} at {where}: {why}")
     for rule, count in report.ignored.items():
         out.print(f"ignored: {rule}, {count} finding{'s' * (count != 1)}")
     if report.machine.known:

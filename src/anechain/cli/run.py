@@ -7,9 +7,12 @@ from typing import Annotated
 import typer
 
 from anechain.bundle.manifest import TOKENIZER, open_bundle
-from anechain.cli.console import err, open_engine, print_json
+from anechain.cli.console import err, open_engine, open_grammar, print_json
+from anechain.cli.doctor import this_machine
+from anechain.judge.measured import refuse_diverged
 from anechain.run.chain import Chain
 from anechain.run.generate import generate
+from anechain.run.grammar import Grammars
 from anechain.run.sample import Sampling
 from anechain.run.tokenizer import Tokenizer
 
@@ -19,20 +22,28 @@ def run(
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="the text to go on from")],
     engine: Annotated[str, typer.Option(help="cpu, reference or coreml")] = "cpu",
     fast: Annotated[bool, typer.Option(help="cpu: bf16 arithmetic where the machine has it")] = False,
+    compute_units: Annotated[str, typer.Option(help="coreml: cpu-and-ne (the default), all, cpu-and-gpu, cpu")] = "",
     max_tokens: Annotated[int, typer.Option(help="the longest answer")] = 64,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token")] = 0.0,
     top_k: Annotated[int, typer.Option(help="draw from the k likeliest, 0 for all")] = 0,
     top_p: Annotated[float, typer.Option(help="draw from the likeliest that hold this probability")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="the same seed draws the same tokens")] = None,
+    schema: Annotated[Path | None, typer.Option(help="a JSON schema that the answer keeps to")] = None,
+    regex: Annotated[str | None, typer.Option(help="a regex that the whole answer matches")] = None,
+    grammar: Annotated[Path | None, typer.Option(help="a Lark grammar that the answer keeps to")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Generate text after PROMPT, from the packages of BUNDLE."""
     sampling = Sampling(temperature, top_k, top_p, seed)
+    wanted = open_grammar(schema, regex, grammar)
     opened = open_bundle(bundle)
     tokenizer = Tokenizer.load(opened.path / TOKENIZER)
-    chain = Chain(opened, open_engine(engine, fast=fast))
-    tokens = []
-    for token in generate(chain, chain.start(), tokenizer, tokenizer.encode(prompt), sampling, max_tokens):
+    constraint = Grammars(tokenizer).start(wanted) if wanted else None
+    if engine == "coreml":
+        refuse_diverged(opened, this_machine())
+    chain = Chain(opened, open_engine(engine, fast=fast, compute_units=compute_units))
+    tokens, ids = [], tokenizer.encode(prompt)
+    for token in generate(chain, chain.start(), tokenizer, ids, sampling, max_tokens, constraint=constraint):
         tokens.append(token)
         if not as_json:
             sys.stdout.write(token.text)
@@ -46,6 +57,7 @@ def run(
                 "ids": [t.id for t in tokens],
                 "finish": tokens[-1].finish,
                 "engine": chain.engine.name,
+                "handoff": chain.engine.handoff,
                 "first_token_ms": tokens[0].ms,
                 "decode_tok_per_s": speed,
             }
@@ -54,3 +66,5 @@ def run(
     sys.stdout.write("\n")
     pace = f", then {speed:.1f} tok/s" if speed else ""
     err.print(f"{chain.engine.name}: {len(tokens)} tokens, the first after {tokens[0].ms:.0f} ms{pace}")
+    if chain.engine.name == "coreml":
+        err.print(f"hand-off: {chain.engine.handoff}")

@@ -12,6 +12,7 @@ from anechain.judge.lint_packages import Progress, load_packages, silent
 from anechain.judge.lint_plan import NEURAL_ENGINE, Plan, load_plan
 from anechain.judge.lint_rules import PLACED, RULES, Rule, Severity
 from anechain.judge.lint_view import Hit, Package, View
+from anechain.judge.measured import Stored, feature_answer
 
 MEASURED = "plan"  # what stands for the rule's id of a finding that a compute plan makes
 _GRAVITY = {"E": 0, "W": 1, "I": 2}
@@ -82,12 +83,14 @@ def lint(
     plan: Path | None = None,
     ignore: Sequence[str] = (),
     report: Progress = silent,
+    records: Sequence[Stored] = (),
 ) -> Report:
     """Judges a bundle, a package, or a folder of packages.
 
     `machine` is what they are to run on; rules and known problems of other machines are left out. Raises BundleError,
     naming all packages that cannot be read; RequestError when there is nothing to judge, for rules in `ignore` that
-    are not there, and for a plan of other packages.
+    are not there, and for a plan of other packages. `records` are those of Macs: what was measured on such a machine
+    overrules what was published of it.
     """
     machine = machine or Machine()
     ids = {rule.id for rule in RULES} | {MEASURED}
@@ -102,7 +105,12 @@ def lint(
     shares = []
     for package in packages:
         kept: list[tuple[Finding, Hit]] = []
-        for finding, hit, placed in _judge(package, machine, seen, recorded):
+        judged = _judge(package, machine, seen, recorded)
+        contradicted = _contradicted(package, machine, seen, records)
+        overruled += [replace(f, basis=f"measured to work on {machine}") for f in contradicted]
+        for finding, hit, placed in judged:
+            if finding in contradicted:
+                continue
             if finding.rule in ignored:
                 ignored[finding.rule] += 1
             elif placed and recorded and _refutes(recorded, package, hit):
@@ -145,6 +153,22 @@ def _judge(
         for hit in _measured(plan, package):
             add(_plan_finding(plan, package, hit), hit, False)
     return list(best.values())
+
+
+def _contradicted(
+    package: Package, machine: Machine, seen: Sequence[tuple[Known, Answer, Sequence[str]]], records: Sequence[Stored]
+) -> list[Finding]:
+    """Findings of rows that say "broken" of what was measured to work on such a machine."""
+    return [
+        _known_finding(row, package, hit)
+        for row, answer, names in seen
+        if row.status == "broken"
+        and answer == "yes"
+        and package.name in names
+        and feature_answer(row.feature, machine, package.coremltools, records).basis == "measured"
+        and feature_answer(row.feature, machine, package.coremltools, records).status == "works"
+        for hit in FEATURES[row.feature](package)
+    ]
 
 
 def _finding(rule: Rule, package: Package, hit: Hit) -> Finding:

@@ -2,11 +2,9 @@
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +13,13 @@ import numpy as np
 
 from anechain.bake.jobs import Plan, Progress, bake, tools
 from anechain.bake.source import Source
+from anechain.bundle.cache import cache_directory
 from anechain.bundle.manifest import TOKENIZER, Bundle, sha256_of, write_atomically
 from anechain.bundle.recipe import Calibration
 from anechain.bundle.rounded import Rounded, save_rounded
 from anechain.errors import BundleError, RequestError
 from anechain.judge.baseline import STEPS, Baseline, Profile, PromptIds, build_baseline, prompts_of
+from anechain.judge.boundaries import boundary_scales, calibration_ids, kept_peaks, layer_peaks
 from anechain.judge.calibration import CalibrationSet, calibration_set, calibration_text
 from anechain.judge.oracle import Oracle
 from anechain.judge.rounding import round_model
@@ -61,7 +61,8 @@ def bake_with_baselines(
     `oracle_progress` counts the layers of a computation. Raises RequestError when that folder cannot be written to.
     """
     folder = cache_folder("baselines")
-    plan = with_rounding(with_stream_scale(plan, source, oracle_progress), source, oracle_progress)
+    plan = with_boundary_scales(with_stream_scale(plan, source, oracle_progress), source, oracle_progress)
+    plan = with_rounding(plan, source, oracle_progress)
 
     def attach(extras: Path) -> None:
         tokenizer = Tokenizer.load(extras / TOKENIZER)
@@ -77,12 +78,8 @@ def bake_with_baselines(
 
 def with_stream_scale(plan: Plan, source: Source, progress: Callable[[int, int, str], None] | None = None) -> Plan:
     """`plan` with the measured peak of the residual stream, and scaled by the power of two that it needs in fp16."""
-    with open_tokenizer(source) as tokenizer:
-        sequences = probes(tokenizer.encode)
-    decided = hashlib.sha256(source.fingerprint.encode())
-    for ids in sequences:
-        decided.update(ids.tobytes() + b"|")
-    path = cache_folder("streams") / f"{decided.hexdigest()[:32]}.json"
+    sequences = probes(tokenizer_of(source).encode)
+    path = _measured(source, sequences, "streams")
     report = None if progress is None else lambda done, total: progress(done, total, "stream")
     peak = kept_peak(path, lambda: stream_peak(source, sequences, report))
     return replace(plan, spec=replace(plan.spec, stream_scale=stream_scale(peak)), stream_peak=peak)
@@ -118,15 +115,9 @@ def kept_text(
 ) -> CalibrationSet:
     """The calibration's tokens, from the cache where they are already there."""
     texts = hashlib.sha256(repr(sorted(source.text_files.items())).encode()).hexdigest()
-    decided = [
-        source.fingerprint,
-        texts,
-        calibration_text(),
-        calibration.sequences,
-        calibration.length,
-        calibration.seed,
-    ]
-    key = hashlib.sha256(json.dumps([*decided, tools()], sort_keys=True).encode()).hexdigest()
+    drawn = [calibration.sequences, calibration.length, calibration.seed]
+    decided = [source.fingerprint, texts, calibration_text(), drawn, tools()]
+    key = hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()
     path = cache_folder("texts") / f"{key[:32]}.json"
     try:
         kept = CalibrationSet.of([np.array(ids, np.int32) for ids in json.loads(path.read_text(encoding="utf-8"))])
@@ -134,9 +125,9 @@ def kept_text(
             return kept
     except (OSError, ValueError, TypeError, OverflowError):
         pass
-    with open_tokenizer(source) as tokenizer:
-        chat = chat_encoder(tokenizer)
-        made = calibration_set(source, calibration, tokenizer.n_ids, tokenizer.encode, chat, progress)
+    tokenizer = tokenizer_of(source)
+    chat = chat_encoder(tokenizer)
+    made = calibration_set(source, calibration, tokenizer.n_ids, tokenizer.encode, chat, progress)
     write_atomically(path, json.dumps([ids.tolist() for ids in made.tokens]).encode())
     return made
 
@@ -150,15 +141,6 @@ def _rounding_of(path: Path) -> dict[str, Any] | None:
         return None
 
 
-@contextmanager
-def open_tokenizer(source: Source) -> Iterator[Tokenizer]:
-    """The source's tokenizer, from files that are there as long as it is used."""
-    with tempfile.TemporaryDirectory() as folder:
-        for name, content in source.text_files.items():
-            (Path(folder) / name).write_bytes(content)
-        yield Tokenizer.load(Path(folder))
-
-
 def chat_encoder(tokenizer: Tokenizer) -> Callable[[str], Sequence[int]] | None:
     """A user's message -> the ids that the model's chat template makes of it; None for a model without one."""
     if not tokenizer.chat_templates:
@@ -167,14 +149,35 @@ def chat_encoder(tokenizer: Tokenizer) -> Callable[[str], Sequence[int]] | None:
     return lambda text: chat.encode([{"role": "user", "content": text}])
 
 
-def cache_directory() -> Path:
-    """Where results that can be computed again are kept: ANECHAIN_CACHE, or the user's cache folder."""
-    if own := os.environ.get("ANECHAIN_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "anechain"
+def with_boundary_scales(plan: Plan, source: Source, progress: Callable[[int, int, str], None] | None = None) -> Plan:
+    """`plan` with a scale for each boundary between packages, if it hands hidden states on in int8."""
+    if not plan.int8_boundaries:
+        return plan
+    sequences = calibration_ids(tokenizer_of(source).encode)
+    report = None if progress is None else lambda done, total: progress(done, total, "boundaries")
+    path = _measured(source, sequences, "boundaries")
+    peaks = kept_peaks(path, plan.spec.n_layers + 1, lambda: layer_peaks(source, sequences, report))
+    scales = boundary_scales(peaks, [block.start for block in plan.blocks], plan.spec.stream_scale)
+    return replace(plan, boundary_scales=scales)
+
+
+def tokenizer_of(source: Source) -> Tokenizer:
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in source.text_files.items():
+            (Path(folder) / name).write_bytes(content)
+        return Tokenizer.load(Path(folder))
+
+
+def _measured(source: Source, sequences: Sequence[np.ndarray], kind: str) -> Path:
+    """Where in the cache it is kept what was measured of `source` while it read `sequences`."""
+    decided = hashlib.sha256(source.fingerprint.encode())
+    for ids in sequences:
+        decided.update(ids.tobytes() + b"|")
+    return cache_folder(kind) / f"{decided.hexdigest()[:32]}.json"
 
 
 def cache_folder(name: str) -> Path:
+    """The folder `name` in `cache_directory()`, which is made. Raises RequestError when that cannot be."""
     folder = cache_directory() / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -202,8 +205,7 @@ def kept_baseline(source: Source, name: str, build: Callable[[Source], Baseline]
 
 def exam_baseline(source: Source, profile: Profile, context: int) -> Baseline:
     """The baseline of a profile that a bake of `source` would put into its bundle."""
-    with open_tokenizer(source) as tokenizer:
-        prompts = prompts_of(profile, context, tokenizer.encode, chat_encoder(tokenizer))
+    prompts = prompts_of(profile, context, tokenizer_of(source).encode, chat_encoder(tokenizer_of(source)))
     return Baseline.load(_cached(cache_folder("baselines"), source, prompts, profile, context, None))
 
 

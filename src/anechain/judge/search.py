@@ -27,7 +27,7 @@ from anechain.judge.prepare import (
     chat_encoder,
     exam_baseline,
     kept_baseline,
-    open_tokenizer,
+    tokenizer_of,
     with_rounding,
     with_stream_scale,
 )
@@ -73,13 +73,12 @@ def _search(ref: str, lora: str | None) -> Baseline:
 
 def search_baseline(source: Source) -> Baseline:
     """The original's greedy steps after texts of its own: beginnings that no profile has, drawn on to LENGTH tokens."""
-    with open_tokenizer(source) as tokenizer:
-        chat = chat_encoder(tokenizer)
-        starts = [np.array(tokenizer.encode(words), np.int32) for words in BEGINNINGS[1::3]]
-        if chat is not None:
-            starts += [np.array(chat(words), np.int32) for words in QUESTIONS[1::2]]
-        length = min(LENGTH, source.spec.max_context - STEPS)
-        texts = own_words(source, starts, length, SEED, tokenizer.n_ids, None)
+    tokenizer = tokenizer_of(source)
+    starts = [np.array(tokenizer.encode(words), np.int32) for words in BEGINNINGS[1::3]]
+    if (chat := chat_encoder(tokenizer)) is not None:
+        starts += [np.array(chat(words), np.int32) for words in QUESTIONS[1::2]]
+    length = min(LENGTH, source.spec.max_context - STEPS)
+    texts = own_words(source, starts, length, SEED, tokenizer.n_ids, None)
     prompts = [PromptIds(f"search-{i:02d}", ids, STEPS) for i, ids in enumerate(texts)]
     return build_baseline(Oracle(source), prompts, "strict", length + STEPS)
 

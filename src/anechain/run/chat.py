@@ -19,6 +19,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from anechain.errors import BundleError, RequestError
 from anechain.run.tokenizer import Tokenizer
 
+# What reasoning models write around what they think before they answer.
+THINK, THINK_END = "<think>", "</think>"
+
 
 class _Generation(Extension):
     tags = {"generation"}  # noqa: RUF012  (Jinja's own declaration)
@@ -52,7 +55,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
+def as_text(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message whose content in parts has become their texts, one after another with nothing between.
 
     Raises RequestError, naming the types of all parts that are not text.
@@ -64,6 +67,11 @@ def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
     if strange := sorted({str(kind) for kind in kinds if kind != "text"}):
         raise RequestError(f"a message has content of type {', '.join(strange)}: this model reads text alone.")
     return {**message, "content": "".join(str(part.get("text", "")) for part in parts)}
+
+
+def opens_thinking(rendered: str) -> bool:
+    """Whether a rendered conversation ends inside the assistant's thinking, which the model then goes on with."""
+    return rendered.rstrip().endswith(THINK)
 
 
 class ChatTemplate:
@@ -117,7 +125,7 @@ class ChatTemplate:
             try:
                 return template.render(messages=chat, add_generation_prompt=add_generation_prompt, **values)
             except TypeError:  # a template of the older kind, which adds strings, has met a content in parts
-                chat = [_as_text(message) for message in chat]
+                chat = [as_text(message) for message in chat]
                 return template.render(messages=chat, add_generation_prompt=add_generation_prompt, **values)
         except RequestError:
             raise

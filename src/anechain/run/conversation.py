@@ -5,8 +5,9 @@ from typing import Any
 
 from anechain.errors import RequestError
 from anechain.run.chain import Chain
-from anechain.run.chat import ChatTemplate
+from anechain.run.chat import ChatTemplate, opens_thinking
 from anechain.run.generate import Token, generate
+from anechain.run.grammar import Grammar, Grammars
 from anechain.run.sample import Sampling
 from anechain.run.tokenizer import Tokenizer
 
@@ -26,11 +27,18 @@ class Conversation:
         sampling: Sampling,
         system: str | None = None,
         variables: Mapping[str, Any] | None = None,
+        grammar: Grammar | None = None,
     ) -> None:
-        """`variables` are handed to the template. Raises RequestError if the tokenizer has no chat template."""
+        """`variables` are handed to the template. Every answer keeps to `grammar`, after its thinking if there is any.
+
+        Raises RequestError if the tokenizer has no chat template, or for a grammar that cannot be used.
+        """
         self._chain, self._tokenizer, self._sampling = chain, tokenizer, sampling
         self._template, self._variables = ChatTemplate(tokenizer), dict(variables or {})
-        self._system = system
+        self._system, self._grammar = system, grammar
+        self._grammars = Grammars(tokenizer) if grammar else None
+        if self._grammars and grammar:
+            self._grammars.start(grammar)
         self.reset()
 
     def reset(self) -> None:
@@ -46,16 +54,23 @@ class Conversation:
         Raises RequestError, the conversation as it was, when the context has no room for the turn and an answer.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
-        ids = self._template.encode(messages, variables=self._variables)
+        rendered = self._template.render(messages, variables=self._variables)
+        ids = self._tokenizer.encode(rendered, add_special=False)
         if len(ids) >= self._chain.bundle.context:
             raise RequestError(
                 f"the context is full: the conversation takes {len(ids)} of {self._chain.bundle.context} tokens and "
                 "leaves no room for an answer; start a new one, or bake with a larger --context."
             )
+        constraint = None
+        if self._grammars and self._grammar:
+            constraint = self._grammars.start(self._grammar, opens_thinking(rendered))
         self._session.position = seen = self._common(ids)
+        chain, session, sampling = self._chain, self._session, self._sampling
         answer: list[Token] = []
         try:
-            for token in generate(self._chain, self._session, self._tokenizer, ids[seen:], self._sampling, max_tokens):
+            for token in generate(
+                chain, session, self._tokenizer, ids[seen:], sampling, max_tokens, constraint=constraint
+            ):
                 answer.append(token)
                 yield token
         finally:

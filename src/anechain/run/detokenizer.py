@@ -116,6 +116,10 @@ class Vocabulary:
         self.special_ids = frozenset(i for i, t in library.get_added_tokens_decoder().items() if t.special)
         self.n_ids = 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
 
+    def has(self, token_id: int) -> bool:
+        """Whether there is such an id; the numbers need not be without gaps."""
+        return 0 <= token_id < self.n_ids and self._library.id_to_token(token_id) is not None
+
     def token(self, token_id: int) -> str:
         """The token's string; RequestError for an id that the tokenizer does not have."""
         token = self._library.id_to_token(token_id) if 0 <= token_id < self.n_ids else None

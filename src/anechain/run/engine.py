@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 
 class State(Protocol):
@@ -13,7 +14,8 @@ class State(Protocol):
     A step reads the state as it was when the step began, whatever the program writes meanwhile: states are values.
     """
 
-    def copy(self) -> "State": ...
+    def copy(self, tokens: int | None = None) -> "State":
+        """Another one of the same content; with `tokens`, as it was before the chain saw more than so many."""
 
 
 class Stage(Protocol):
@@ -23,6 +25,7 @@ class Stage(Protocol):
     first package, and for the other ports of all packages (same name, same array); arrays are C-contiguous with the
     port's dtype. Results are written into the arrays of `outputs` (port name -> array), which the caller owns and
     which may never overlap an input. `state` (None for a stage without one) is updated.
+    An array from the engine's own `buffer` is taken as it is, whatever its strides; another may cost a copy.
     """
 
     @property
@@ -37,11 +40,29 @@ class Engine(Protocol):
     """`name` is what reports print ("reference", "reference-stress", "cpu-exact", "cpu-fast", "coreml").
 
     `load` takes the packages of one stage in order; `stitches` says whether several packages in one stage is what this
-    engine prefers. Raises EngineError for a program that it cannot run, naming the op and the ops that it knows.
+    engine prefers, `loaders` how many stages may be loaded at once. Raises EngineError for a program that it cannot
+    run, naming the op and the ops that it knows.
+    `buffer` makes an array that stages exchange, all zeros, in memory that this engine likes. `handoff` says what has
+    become of those arrays so far, for reports.
     """
 
     @property
     def name(self) -> str: ...
     @property
     def stitches(self) -> bool: ...
+    @property
+    def loaders(self) -> int: ...
+    @property
+    def handoff(self) -> str: ...
     def load(self, packages: Sequence[Path]) -> Stage: ...
+    def buffer(self, shape: Sequence[int], dtype: DTypeLike) -> np.ndarray: ...
+
+
+class HostMemory:
+    """The part of Engine that is the same for all engines that compute where numpy's arrays lie."""
+
+    loaders = 1
+    handoff = "host memory"
+
+    def buffer(self, shape: Sequence[int], dtype: DTypeLike) -> np.ndarray:
+        return np.zeros(shape, dtype)

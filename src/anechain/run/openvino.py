@@ -23,7 +23,7 @@ import numpy as np
 
 from anechain.bundle.program import Program, Value, read_program
 from anechain.errors import EngineError
-from anechain.run.engine import State
+from anechain.run.engine import HostMemory, State
 from anechain.run.openvino_graph import Node, writable
 from anechain.run.openvino_ops import OPS, translate
 from anechain.run.past_cells import CELLS
@@ -63,7 +63,7 @@ _MODES = {
 }
 
 
-class CpuEngine:
+class CpuEngine(HostMemory):
     """OpenVINO on all cores. Raises EngineError where OpenVINO is not installed."""
 
     def __init__(self, mode: Literal["exact", "fast"]) -> None:

@@ -24,11 +24,12 @@ def visible(mask: np.ndarray) -> int:
     return int(shown[-1]) + 1 if shown.size else 0
 
 
-def needs_visible_only(function: Function) -> bool:
+def needs_visible_only(function: Function, left_out: frozenset[str] = frozenset()) -> bool:
     """Whether hidden cells at the end of the states cannot change what the function computes.
 
     Every value that counts cells has a kind: "past" [.., cells, D], "written" (the same, for the next step), and with
     the cells on the last axis "mask", "scores", "masked" scores, "weights"; "joined" have more tokens behind the cells.
+    `left_out` are ops that the engine does not compute, because it writes rows instead (blend.py).
     """
     masks = [value for value in function.inputs if value.name.startswith(MASK)]
     cells = {v.shape[CELLS] if len(v.shape) == CELLS + 2 else 0 for v in function.states} | {v.shape[-1] for v in masks}
@@ -37,6 +38,9 @@ def needs_visible_only(function: Function) -> bool:
     kinds = {value.name: "state" for value in function.states} | {value.name: "mask" for value in masks}
     for op in function.ops:
         counting = [p for p, names in op.inputs.items() if kinds.keys() & set(names)]
+        if op.name in left_out:
+            kinds |= dict.fromkeys((value.name for value in op.outputs), "written")
+            continue
         if counting:
             given = [(p, kinds.get(name, "")) for p in sorted(counting) for name in op.inputs[p]]
             results = _kinds_of_results(op, given, function, *cells)

@@ -11,7 +11,7 @@ import numpy as np
 
 from anechain.bundle.program import Function, Op, Program, Value, read_program
 from anechain.errors import EngineError
-from anechain.run.engine import State
+from anechain.run.engine import HostMemory, State
 from anechain.run.ops import ARITHMETIC, DTYPES, LAYOUT, rounded, widened
 from anechain.run.rounding import Rounding
 
@@ -31,11 +31,11 @@ class ReferenceState:
 
     packages: list[Values]
 
-    def copy(self) -> "ReferenceState":
+    def copy(self, tokens: int | None = None) -> "ReferenceState":
         return ReferenceState([dict(states) for states in self.packages])
 
 
-class ReferenceEngine:
+class ReferenceEngine(HostMemory):
     """Runs packages op by op: every op's result is rounded to its declared dtype, sums are in float32 (see Rounding).
 
     With `stress`, what happens inside an op of dtype fp16 is rounded to fp16, too. `load` raises EngineError, listing

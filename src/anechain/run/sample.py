@@ -6,7 +6,8 @@ Logits that cannot be trusted are refused, never read as "id 0".
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -18,13 +19,14 @@ class Sampling:
     """How the next id is chosen; raises RequestError, naming all offenders, for a value out of range.
 
     `temperature` 0 is greedy: the highest logit, of equal ones the lowest id. `top_k` 0 and `top_p` 1 remove nothing.
-    `seed` None draws differently every time.
+    `seed` None draws differently every time. `bias` is added to the logits of some ids before anything else.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int | None = None
+    bias: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         faults = []
@@ -68,17 +70,35 @@ def trusted(logits: np.ndarray, n_ids: int) -> np.ndarray:
     return values
 
 
-def greedy(logits: np.ndarray, n_ids: int) -> int:
+def restricted(logits: np.ndarray, n_ids: int, allowed: np.ndarray | None) -> np.ndarray:
+    """`trusted`, and then -inf for every id that `allowed` [n_ids] bool, if given, leaves out. Raises EngineError."""
+    values = trusted(logits, n_ids)  # [V] f64
+    if allowed is not None:
+        values[:n_ids][~allowed[: values.size]] = -np.inf
+        if not np.isfinite(values).any():
+            raise EngineError("the logits of all ids that the grammar allows are -inf, so there is no id to choose.")
+    return values
+
+
+def log_probabilities(logits: np.ndarray, n_ids: int) -> np.ndarray:
+    """What the model itself thinks, [V] f64: natural logarithms, at temperature 1. Raises EngineError."""
+    values = trusted(logits, n_ids)  # [V] f64
+    values -= values.max()
+    shifted: np.ndarray = values - np.log(np.exp(values).sum())
+    return shifted
+
+
+def greedy(logits: np.ndarray, n_ids: int, allowed: np.ndarray | None = None) -> int:
     """The id of the highest of `logits` [V], the lowest such id on a tie. Raises EngineError."""
-    return int(np.argmax(trusted(logits, n_ids)))
+    return int(np.argmax(restricted(logits, n_ids, allowed)))
 
 
-def probabilities(logits: np.ndarray, n_ids: int, sampling: Sampling) -> np.ndarray:
+def probabilities(logits: np.ndarray, n_ids: int, sampling: Sampling, allowed: np.ndarray | None = None) -> np.ndarray:
     """The distribution [V] f64 that an id is drawn from at a temperature above 0. Raises EngineError.
 
     At the k-th place equal logits all stay; at the edge of p the lower id stays.
     """
-    values = trusted(logits, n_ids)  # [V] f64
+    values = restricted(logits, n_ids, allowed)  # [V] f64
     values = (values - values.max()) / sampling.temperature  # the shift keeps a tiny temperature from overflowing
     if 0 < sampling.top_k < values.size:
         kth = np.partition(values, -sampling.top_k)[-sampling.top_k]
@@ -93,11 +113,13 @@ def probabilities(logits: np.ndarray, n_ids: int, sampling: Sampling) -> np.ndar
     return weights
 
 
-def sample(logits: np.ndarray, n_ids: int, sampling: Sampling, rng: np.random.Generator) -> int:
+def sample(
+    logits: np.ndarray, n_ids: int, sampling: Sampling, rng: np.random.Generator, allowed: np.ndarray | None = None
+) -> int:
     """The next id from `logits` [V]: greedy at temperature 0, else drawn with `rng`. Raises EngineError."""
     if sampling.temperature == 0:
-        return greedy(logits, n_ids)
-    weights = probabilities(logits, n_ids, sampling)
+        return greedy(logits, n_ids, allowed)
+    weights = probabilities(logits, n_ids, sampling, allowed)
     return int(rng.choice(weights.size, p=weights))
 
 
@@ -105,10 +127,16 @@ class Sampler:
     """The choices of one sequence: the same seed and the same logits give the same ids."""
 
     def __init__(self, sampling: Sampling, n_ids: int) -> None:
+        """Raises RequestError for a bias on an id that the tokenizer does not have."""
+        if unknown := sorted(i for i in sampling.bias if not 0 <= i < n_ids):
+            raise RequestError(f"the bias names token ids that are not there ({unknown}): ids end at {n_ids - 1}.")
         self._sampling = sampling
-        self._n_ids = n_ids
+        self.n_ids = n_ids
         self._rng = np.random.default_rng(sampling.seed)
 
-    def choose(self, logits: np.ndarray) -> int:
-        """The next id from `logits` [V]. Raises EngineError."""
-        return sample(logits, self._n_ids, self._sampling, self._rng)
+    def choose(self, logits: np.ndarray, allowed: np.ndarray | None = None) -> int:
+        """The next id from `logits` [V], of those that `allowed` [n_ids] bool names if given. Raises EngineError."""
+        if self._sampling.bias:
+            logits = logits.copy()
+            logits[list(self._sampling.bias)] += np.array(list(self._sampling.bias.values()), logits.dtype)
+        return sample(logits, self.n_ids, self._sampling, self._rng, allowed)

@@ -7,6 +7,7 @@ import numpy as np
 
 from anechain.bundle.program import Function, Op, Program, Value
 from anechain.errors import EngineError
+from anechain.run.blend import Blend, blend_of, first_cell
 from anechain.run.ops import DTYPES
 from anechain.run.past_cells import CELLS, MASK, needs_visible_only, visible
 
@@ -28,8 +29,10 @@ class HeldState:
     packages: list[dict[str, np.ndarray]]
     plan: "StagePlan"
 
-    def copy(self) -> "HeldState":
-        copies = [{name: array.copy() for name, array in states.items()} for states in self.packages]
+    def copy(self, tokens: int | None = None) -> "HeldState":
+        """With `tokens`, no more cells than a state has that saw only these: its sums are the same, bit for bit."""
+        cells = None if tokens is None or not self.plan.trims else max(1, -(-tokens // ROOM)) * ROOM
+        copies = [{name: array[:, :, :cells].copy() for name, array in states.items()} for states in self.packages]
         return HeldState(copies, self.plan)
 
     def grow(self, cells: int) -> int:
@@ -47,21 +50,25 @@ class HeldState:
 
 @dataclass(frozen=True)
 class Write:
-    """`value`, which the function computes, goes into a box of a state: where `slices` says, or all over it (None)."""
+    """`value`, which the function computes, goes into a box of a state: where `place` says, or all over it (None)."""
 
     package: int
     state: Value
     value: str
-    slices: Op | None
+    place: Op | Blend | None  # a slice_update, or a blend that is one
     consts: Arrays
 
     def box(self, inputs: Arrays, shape: Sequence[int]) -> Box:
         """Where it goes; EngineError when that does not have `shape`, because part of it lies outside of the state."""
         full = self.state.shape
-        if self.slices is None:
+        if self.place is None:
             return tuple(slice(0, n, 1) for n in full)
+        if isinstance(self.place, Blend):
+            first = first_cell(inputs[self.place.port], self.place.port)
+            cells = slice(first, first + shape[CELLS], 1)
+            return tuple(cells if axis == CELLS else slice(0, n, 1) for axis, n in enumerate(full))
         known = {**inputs, **self.consts}
-        parts = {p: known[names[0]] for p, names in self.slices.inputs.items() if p not in ("x", "update")}
+        parts = {p: known[names[0]] for p, names in self.place.inputs.items() if p not in ("x", "update")}
         begin, end = parts["begin"].tolist(), parts["end"].tolist()
         from_start, to_end = (parts.get(mask, [False] * len(full)) for mask in ("begin_mask", "end_mask"))
         steps = parts["stride"].tolist() if "stride" in parts else [1] * len(full)
@@ -87,6 +94,10 @@ def _writes(package: int, function: Function) -> list[Write]:
     writes: list[Write] = []
     for state in function.states:
         if state.name not in last:
+            continue
+        blend = blend_of(function, state.name, last[state.name])
+        if blend is not None:
+            writes.append(Write(package, state, blend.fresh, blend, function.consts))
             continue
         chain: list[Op] = []
         maker = makers.get(last[state.name])
@@ -134,6 +145,11 @@ class StepPlan:
         self.masks = [port for port in self.inputs if port.startswith(MASK)]
         self.writes = [write for i, function in enumerate(self.functions) for write in _writes(i, function)]
 
+    def replaced(self, package: int) -> frozenset[str]:
+        """The ops of a package's function that are not computed, because a write of rows stands for them."""
+        blends = [w.place for w in self.writes if w.package == package and isinstance(w.place, Blend)]
+        return frozenset().union(*(blend.replaced for blend in blends))
+
     def cells(self, inputs: Arrays, boxes: Sequence[Box]) -> int:
         """How many cells of the states a step sees or writes to, rounded up to ROOM; the context holds no more."""
         needed = max(1, *(visible(inputs[mask]) for mask in self.masks), *(box[CELLS].stop for box in boxes))
@@ -158,7 +174,8 @@ class StagePlan:
         if any(step.states != self.states for step in self.steps.values()):
             raise EngineError(f"the functions of {where} have different states: bake the packages again.")
         self.trims = all(
-            all(map(needs_visible_only, step.functions)) and all(write.slices for write in step.writes)
+            all(write.place for write in step.writes)
+            and all(needs_visible_only(f, step.replaced(i)) for i, f in enumerate(step.functions))
             for step in self.steps.values()
         )
 

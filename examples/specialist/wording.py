@@ -1,0 +1,95 @@
+"""What the training data of the specialist is made of: for each action, ways to ask for it and what is said back.
+
+`{...}` in a core is a slot, filled from VALUES; `TARGETS` says what becomes the answer's `target`. None of these
+wordings is used by a fixture of the suite mac-actions: tests/judge/test_mac_actions.py holds the two apart.
+"""
+
+from dataclasses import dataclass
+
+VALUES: dict[str, tuple[str, ...]] = {
+    "app": (
+        "Safari", "Mail", "Notes", "Calendar", "Music", "Photos", "Maps", "Messages", "Reminders", "Terminal", "Finder",
+        "Podcasts", "Books", "Numbers", "Pages", "Contacts", "Stocks", "Clock", "Calculator", "Dictionary", "Chess",
+        "Firefox", "Chrome", "Slack", "Zoom", "Spotify", "Xcode", "Discord", "Telegram", "Photoshop", "Word", "Excel",
+        "Figma", "Steam", "Signal", "TextEdit", "System Settings", "Activity Monitor", "Voice Memos",
+        "QuickTime Player",
+    ),
+    "file": tuple(
+        f"{stem}.{ext}"
+        for stem, ext in (
+            ("report", "pdf"), ("budget", "xlsx"), ("holiday", "jpg"), ("draft", "docx"), ("notes", "txt"), ("song",
+            "mp3"),
+            ("invoice_07", "pdf"), ("logo", "png"), ("backup", "zip"), ("slides", "key"), ("index", "html"), ("todo",
+            "md"),
+            ("letter", "pages"), ("recipe", "txt"), ("scan-12", "tiff"), ("train_times", "csv"), ("interview", "m4a"),
+            ("old_cv", "doc"), ("poster", "ai"), ("clip", "mov"), ("lecture3", "pptx"), ("map", "svg"), ("keys",
+            "json"),
+            ("garden", "heic"), ("minutes-may", "rtf"), ("tax2023", "pdf"), ("ideas", "txt"), ("script", "py"),
+        )
+    ),
+    "percent": ("5", "10", "15", "20", "25", "30", "35", "40", "50", "55", "60", "70", "75", "80", "90", "100"),
+    "duration": (
+        "1 minute", "2 minutes", "3 minutes", "5 minutes", "8 minutes", "10 minutes", "12 minutes", "15 minutes",
+        "20 minutes", "30 minutes", "45 minutes", "1 hour", "2 hours", "90 seconds", "30 seconds", "4 hours",
+    ),
+    "music": (
+        "jazz", "some Bach", "the Beatles", "piano music", "my workout playlist", "Miles Davis", "rain sounds",
+        "folk songs",
+        "Nina Simone", "the new album", "classical music", "old blues", "lullabies", "Kraftwerk", "film music",
+        "Mozart",
+    ),
+    "task": (
+        "call Anna", "buy milk", "pay the rent", "water the plants", "send the invoice", "book the dentist",
+        "feed the cat",
+        "pick up the parcel", "renew my passport", "wish Tom a happy birthday", "take the pills", "return the books",
+        "charge the car", "wash the curtains", "write to grandma", "check the oven", "clean the filter",
+        "order new shoes",
+    ),
+    "text": (
+        "the code is 4711", "eggs, flour and butter", "Lena likes blue", "gate 12 at noon", "try the soup again",
+        "the plumber comes on Friday", "size 42", "idea for a short film", "seat 14A", "ask about the discount",
+        "parking level 3", "chapter two needs a map", "the paint is called sage", "blue folder, second shelf",
+    ),
+    "site": (
+        "wikipedia.org", "example.com", "news.example.org", "python.org", "weather.example.net", "openstreetmap.org",
+        "library.example.edu", "apple.com", "kernel.org", "mail.example.com", "gutenberg.org", "archive.org",
+    ),
+    "folder": (
+        "Downloads", "Documents", "Desktop", "Pictures", "Movies", "Applications", "Taxes", "Projects", "Letters",
+        "Recipes", "Archive", "Work", "Homework", "Scans",
+    ),
+    "switch": (
+        "wifi", "bluetooth", "dark mode", "do not disturb", "night shift", "airdrop", "low power mode", "the hotspot",
+        "location services", "true tone",
+    ),
+    "disk": ("Backup", "USB stick", "Photos drive", "Scratch", "the SD card", "Time Capsule", "Media", "the old drive"),
+    "city": ("Rome", "Oslo", "Lisbon", "Kyoto", "Boston", "Vienna", "Lima", "Cairo"),
+    "person": ("Anna", "my boss", "Tom", "the bank", "my sister", "Doctor Weiss", "the landlord"),
+    "food": ("a pizza", "sushi", "two burgers", "flowers", "a cake", "groceries"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Intent:
+    """One action: its cores, the spoken lines, which slot (or fixed text) is the target, and whether it must confirm.
+
+    A spoken line may use the slot as `{target}`; with several lines the core's number chooses, so that the same words
+    always get the same answer.
+    """
+
+    kind: str
+    action: str
+    cores: tuple[str, ...]
+    say: tuple[str, ...]
+    target: str = ""
+    confirm: bool = False
+
+
+# Frames around a core that asks for something. `{}` is the core.
+FRAMES = (
+    "{}", "{}", "{}", "please {}", "can you {}?", "could you {}?", "hey, {}", "would you {}?", "i need you to {}",
+    "just {}",
+    "okay, {}", "{} please", "{}, thanks", "{} now", "{} for me", "can you please {}?", "i want you to {}", "so, {}",
+)  # fmt: skip
+# Frames around what is said in conversation.
+TALK_FRAMES = ("{}", "{}", "{}", "hey, {}", "well, {}", "{}!", "oh, {}")
