@@ -136,5 +136,11 @@ def bake_bundle(
         err.print(f"warning: --target {target}: rule {rule.id}: {rule.what}; {rule.fix} (published: {rule.source})")
     with progress(f"bake {plan.recipe.name}") as packages:
         return bake_with_baselines(
-            source, plan, output, jobs, force, packages, lambda d, t, p: packages(d, t, f"{p} baseline")
+            source,
+            plan,
+            output,
+            jobs,
+            force,
+            packages,
+            lambda d, t, p: packages(d, t, f"{p} baseline" if p in PROFILES else p),
         )
