@@ -1,6 +1,7 @@
 """Settings that make every test deterministic, offline and considerate of a two-core machine."""
 
 import os
+import tempfile
 
 # Before numpy, torch or openvino start their thread pools. One thread each: pytest-xdist provides the parallelism, and
 # a sum that is split among a varying number of threads is not the same sum.
@@ -13,6 +14,8 @@ for _name, _value in {
     "TRANSFORMERS_VERBOSITY": "error",
 }.items():
     os.environ.setdefault(_name, _value)
+_CACHE = tempfile.TemporaryDirectory(prefix="anechain-test-cache-")  # what is kept between starts is this run's own
+os.environ["XDG_CACHE_HOME"] = _CACHE.name
 
 import random  # noqa: E402
 import sys  # noqa: E402

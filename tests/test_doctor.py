@@ -40,7 +40,7 @@ def test_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
 def test_the_text_says_the_same(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     code, text = run(capsys, monkeypatch)
     assert code == 0
-    for line in ("python       3.", "native part  libmodelpackage: found", "engine       cpu: yes, OpenVINO"):
+    for line in ("python       3.", "native part  libmodelpackage: found", "engine       openvino: yes, OpenVINO"):
         assert line in text
     assert text.endswith("can bake     yes\n")
     assert "published    palette-4bit-state: broken" in text
@@ -148,7 +148,10 @@ def test_packages_that_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(module, "_version", lambda package: "")
     record = examine()
     assert record["coremltools"]["version"] is None and not record["can_bake"]
-    assert record["engines"]["openvino"] == {
-        "available": False, "reason": "openvino is not installed: pip install openvino"
-    }  # fmt: skip
+    missing = {"available": False, "reason": "openvino is not installed: pip install openvino"}
+    assert record["engines"]["openvino"] == missing
+    monkeypatch.setattr(module, "_native_fault", lambda: "the native engine was not built")
+    assert examine()["engines"]["cpu"] == missing | {"reason": f"{missing['reason']}; the native engine was not built"}
+    monkeypatch.setattr(module, "_native_fault", lambda: "")
+    assert examine()["engines"]["cpu"] == {"available": True, "reason": "native, AVX-512 VNNI"}
     assert record["known_problems"] == []

@@ -19,6 +19,7 @@ from transformers import LlamaForCausalLM
 from anechain.bake import jobs
 from anechain.bake.source import open_source
 from anechain.bundle.manifest import TOKENIZER
+from anechain.cli import harness
 from anechain.cli.harness import NAME, AnechainLM
 from anechain.errors import RequestError
 from anechain.run.tokenizer import Tokenizer
@@ -142,6 +143,16 @@ def test_a_stop_text_ends_it_wherever_it_begins(model: AnechainLM) -> None:
     assert model._continue("abc", {"max_gen_toks": 7, "until": [whole[3], whole[1]]}) == whole[: min(
         whole.find(whole[3]), whole.find(whole[1]))]  # fmt: skip
     assert model._continue("abc", {"max_gen_toks": 7, "do_sample": False, "temperature": 9.0}) == whole
+
+
+@pytest.mark.parametrize(
+    ("options", "temperature"),
+    [({}, 0.0), ({"temperature": 0.7}, 0.7), ({"do_sample": False, "temperature": 0.7}, 0.0),
+    ({"do_sample": True}, 1.0),
+     ({"do_sample": True, "temperature": 0.0}, 0.0)],
+)  # fmt: skip
+def test_the_temperature_is_what_the_harness_means(options: dict[str, Any], temperature: float) -> None:
+    assert harness._temperature(options) == temperature
 
 
 def test_what_it_cannot_do_it_refuses(model: AnechainLM) -> None:

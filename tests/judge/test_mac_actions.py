@@ -1,6 +1,8 @@
 """The suite mac-actions: what it promises, and that the specialist's training data holds nothing of it."""
 
+import hashlib
 import importlib.util
+import json
 import re
 import sys
 from collections import Counter
@@ -114,3 +116,26 @@ def test_train_like_fixtures_use_trained_words_in_new_frames_and_held_out_ones_d
 
 def test_the_same_seed_makes_the_same_rows(made: ModuleType) -> None:
     assert made.rows(5, 300) == made.rows(5, 300) != made.rows(6, 300)
+
+
+def test_the_adapter_is_what_its_record_says_and_was_trained_on_these_rows(made: ModuleType) -> None:
+    adapter = EXAMPLE / "adapter"
+    record = made.json.loads((adapter / "training.json").read_text(encoding="utf-8"))
+    weights = (adapter / "adapter_model.safetensors").read_bytes()
+    assert len(weights) == record["adapter_bytes"] < 4_000_000
+    assert hashlib.sha256(weights).hexdigest() == record["adapter_sha256"]
+    rows = made.rows(record["seed"], record["rows"])
+    text = "\n".join(f"{row.text}\t{row.answer}" for row in rows)
+    assert hashlib.sha256(text.encode()).hexdigest() == record["data_sha256"]
+    assert record["cpu_s"] < 30 * 60
+
+
+def test_the_figures_are_of_this_suite_and_say_what_was_asked_for() -> None:
+    """Judged anew from the answers that are kept: the base fails most held-out fixtures, the specialist few."""
+    figures = json.loads((EXAMPLE / "figures.json").read_text(encoding="utf-8"))
+    assert figures["suite_sha256"] == SUITE.sha256 and len(figures["answers"]) == len(SUITE.fixtures)
+    held_out = [f for f in SUITE.fixtures if f.wording == "held-out"]
+    passed = [judge(f, figures["answers"][f.name], SUITE.schema).passed for f in held_out]
+    counted = figures["specialist, schema"]["held-out"]
+    assert (sum(passed), len(passed)) == (counted["passed"], counted["n"]) and sum(passed) > 0.75 * len(passed)
+    assert figures["base, schema"]["held-out"]["rate"] < 0.5

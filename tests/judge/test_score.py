@@ -18,7 +18,8 @@ from anechain.judge.score import Measurement, Run, Score, compared, disk_bytes, 
 from tests.bundle_maker import make_bundle, tiny_source
 
 CONDITIONS = {
-    "suite_sha256": "1", "prompt_sha256": "2", "engine": "cpu-exact", "machine": {"cores": 2}, "tools": {}, "tokens": 48,
+    "suite_sha256": "1", "prompt_sha256": "2", "engine": "cpu-exact", "machine": {"cores": 2}, "tools": {},
+    "tokens": 48,
 }  # fmt: skip
 GIB = 2**30
 

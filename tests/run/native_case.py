@@ -36,4 +36,4 @@ def run(code: Code, *words: "int | Array | None", native: Library | None = None,
     operands = [Ref(None) if w is None else Ref(fixed(w)) if isinstance(w, np.ndarray) else w for w in words]
     native = native or library()
     native.prepare(scratch_bytes)
-    native.run(tape_of([Instruction(code, operands, (), (), True)], native.threads), np.zeros(3, np.uint64))
+    native.run(tape_of([Instruction(code, operands, (), (), True)])[0], np.zeros(3, np.uint64))

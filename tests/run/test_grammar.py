@@ -305,6 +305,19 @@ def test_a_kept_grammar_starts_anew(tokenizer: Tokenizer) -> None:
     assert len(grammars._compiled) == 32
 
 
+@pytest.mark.parametrize(
+    "document", ['{"\\u0022": "x"}', '{"\\u0061": "x"}', '{"a": 1, "a": 2}', '{"a":  1}', '{"a": "\\/"}']
+)
+def test_a_name_has_one_spelling(document: str, grammars: Grammars) -> None:
+    schema = {"properties": {'"': {"type": "integer"}, "a": {"type": "integer"}}}
+    constraint = grammars.start(Grammar.schema(schema))
+    for byte in document.encode():
+        if not constraint.allowed()[byte]:
+            return
+        constraint.accept(byte)
+    pytest.fail(f"{document} was accepted")
+
+
 def test_a_tokenizer_whose_texts_differ_is_refused(tokenizer: Tokenizer) -> None:
     rules = replace(tokenizer.vocabulary.rules, form="text")
     vocabulary = copy.copy(tokenizer.vocabulary)

@@ -73,7 +73,7 @@ def load(*programs: Program, mode: Any = "exact") -> Any:
 
 def test_it_is_an_engine() -> None:
     engines: list[Engine] = [CpuEngine("exact"), CpuEngine("fast")]
-    assert [e.name for e in engines] == ["cpu-exact", "cpu-fast"]
+    assert [e.name for e in engines] == ["cpu-openvino-exact", "cpu-openvino-fast"]
     assert all(e.stitches for e in engines)
 
 

@@ -126,7 +126,8 @@ def test_what_is_not_known_is_all_named_with_the_ops_that_are_known() -> None:
         wide = [value("kv", 2, dtype="fp32")]
         load(program(ops, [X], [X], wide), program(ops[:1], [X], [X], package="head.mlpackage"))
     assert str(caught.value) == (
-        "the cpu-exact engine cannot run op lstm ('a_op' in function 'decode' of block-000.mlpackage and 1 more); "
+        "the cpu-openvino-exact engine cannot run op lstm "
+        "('a_op' in function 'decode' of block-000.mlpackage and 1 more); "
         "parameter alpha of softmax ('c_op' in function 'decode' of block-000.mlpackage); "
         "dtype fp64 of cast ('d_op' in function 'decode' of block-000.mlpackage); "
         "dtype fp32 of a state ('kv' in function 'decode' of block-000.mlpackage); "

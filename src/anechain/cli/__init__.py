@@ -6,13 +6,30 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from anechain.cli import bake, chat, demo, doctor, eval, gate, inspect, lint, merge, plan, run, score, serve, ship, tune
+from anechain.cli import (
+    bake,
+    bench,
+    chat,
+    demo,
+    doctor,
+    eval,
+    gate,
+    inspect,
+    lint,
+    merge,
+    plan,
+    run,
+    score,
+    serve,
+    ship,
+    tune,
+)
 from anechain.errors import AnechainError
 
 INTERRUPTED = 130  # what typer returns for a KeyboardInterrupt, and shells expect
 
 app = typer.Typer(name="anechain", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-for verb in (bake, gate, lint, plan, run, chat, serve, eval, score, ship, inspect, merge, doctor, demo, tune):
+for verb in (bake, gate, lint, plan, run, chat, serve, eval, score, bench, ship, inspect, merge, doctor, demo, tune):
     app.command()(getattr(verb, verb.__name__.rpartition(".")[2]))
 
 

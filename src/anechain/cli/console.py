@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -74,26 +74,14 @@ def open_engine(name: str, stress: bool = False, fast: bool = False, compute_uni
 
         return ReferenceEngine(stress)
     if name in ("cpu", "openvino"):
-        return _cpu_engine("fast" if fast else "exact", name == "cpu")
+        from anechain.run.cpu import cpu_engine
+
+        return cpu_engine("fast" if fast else "exact", native=name == "cpu")
     if name == "coreml":
         from anechain.run.coreml import CoreMLEngine
 
         return CoreMLEngine(compute_units) if compute_units else CoreMLEngine()
     raise RequestError(f"--engine {name} is not known: use {', '.join(ENGINES)}.")
-
-
-def _cpu_engine(mode: Literal["exact", "fast"], native: bool) -> Engine:
-    """The native engine where it was built and the processor has what it needs, else OpenVINO: the name says which."""
-    if native:
-        from anechain.run.tape import TapeEngine
-
-        try:
-            return TapeEngine(mode)
-        except EngineError:
-            pass
-    from anechain.run.openvino import CpuEngine
-
-    return CpuEngine(mode)
 
 
 def open_grammar(schema: Path | None, regex: str | None, grammar: Path | None) -> Grammar | None:

@@ -133,8 +133,9 @@ class AnechainLM(LM):  # type: ignore[misc]  # the harness has no type informati
         until = options.get("until") or []
         stops = [until] if isinstance(until, str) else list(until)
         limit = next((int(options[key]) for key in LIMITS if options.get(key) is not None), MAX_GEN_TOKS)
-        temperature = float(options.get("temperature") or 0.0) if options.get("do_sample", True) else 0.0
-        sampling = Sampling(temperature, int(options.get("top_k") or 0), float(options.get("top_p") or 1.0), seed=0)
+        sampling = Sampling(
+            _temperature(options), int(options.get("top_k") or 0), float(options.get("top_p") or 1.0), seed=0
+        )
         text = ""
         tokens = generate(self._chain, self._chain.start(), self._tokenizer, self._encode(context), sampling, limit)
         for token in tokens:
@@ -142,6 +143,16 @@ class AnechainLM(LM):  # type: ignore[misc]  # the harness has no type informati
             if found := [at for at in map(text.find, filter(None, stops)) if at >= 0]:
                 return text[: min(found)]
         return text
+
+
+def _temperature(options: Mapping[str, Any]) -> float:
+    """As the harness means it: without `do_sample` greedy whatever the temperature, with it 1 where none is given."""
+    given = options.get("temperature")
+    if options.get("do_sample") is None:
+        return float(given or 0.0)
+    if not options["do_sample"]:
+        return 0.0
+    return 1.0 if given is None else float(given)
 
 
 if NAME not in model_registry:

@@ -7,7 +7,6 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -104,8 +103,3 @@ def model_card(card: Mapping[str, Any]) -> str:
     environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     source = files("anechain").joinpath("data", "model-card.md.j2").read_text(encoding="utf-8")
     return environment.from_string(source).render(card=card)
-
-
-def card_files(folder: Path) -> dict[str, Path]:
-    """Where the files of a card go."""
-    return {name: folder / name for name in ("card.html", "card.json", "README.md")}

@@ -37,7 +37,8 @@ class Stage(Protocol):
 
 
 class Engine(Protocol):
-    """`name` is what reports print ("reference", "reference-stress", "cpu-exact", "cpu-fast", "coreml").
+    """`name` is what reports print ("reference", "reference-stress", "cpu-native-exact", "cpu-native-fast",
+    "cpu-openvino-exact", "cpu-openvino-fast", "coreml").
 
     `load` takes the packages of one stage in order; `stitches` says whether several packages in one stage is what this
     engine prefers, `loaders` how many stages may be loaded at once. Raises EngineError for a program that it cannot

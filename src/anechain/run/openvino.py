@@ -69,7 +69,7 @@ class CpuEngine(HostMemory):
     def __init__(self, mode: Literal["exact", "fast"]) -> None:
         if ov is None:
             raise EngineError("the cpu engine needs OpenVINO, which is not installed: pip install openvino.")
-        self._mode, self._name, self._core = _MODES[mode], f"cpu-{mode}", ov.Core()
+        self._mode, self._name, self._core = _MODES[mode], f"cpu-openvino-{mode}", ov.Core()
 
     @property
     def name(self) -> str:

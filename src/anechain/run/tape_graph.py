@@ -28,7 +28,7 @@ _WORTH_DIVIDING = 1 << 14  # elements: less than this is done by one thread soon
 BITS = {"fast": 8, "exact": 15}  # of an activation that meets an int8 matrix
 # Inputs that share a scale. One token: as few as the kernel allows, the matrix is what takes time. Several tokens: the
 # sums of a group have to be scaled, which costs a quarter of the time with 32 inputs.
-GROUPS = {8: {True: 32, False: 128}, 15: {True: 32, False: 32}}  # by bits, by whether it is one token
+GROUPS = {8: {True: 32, False: 256}, 15: {True: 32, False: 128}}  # by bits, by whether it is one token
 AT_ONCE = {8: 6, 15: 3}  # tokens that the kernel multiplies together: their rounded inputs lie side by side
 
 # ELEMENT kinds, as in native/element.c.

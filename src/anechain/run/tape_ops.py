@@ -340,7 +340,8 @@ OPS: dict[str, Make] = {
     "square": _unary(kinds.SQUARE), "squeeze": _shape, "sub": _binary(kinds.SUB), "tanh": _unary(kinds.TANH),
     "tile": _tile, "transpose": _transpose,
 }  # fmt: skip
-PARAMETERS = {"slice_update": ("x", "update", "begin", "end", "stride", "begin_mask", "end_mask", "squeeze_mask")}
+PARAMETERS = {name: tuple(inspect.signature(made).parameters)[3:] for name, made in OPS.items()}
+PARAMETERS["slice_update"] = ("x", "update", "begin", "end", "stride", "begin_mask", "end_mask", "squeeze_mask")
 PATTERNS = {"mul": (norm, rotation, gate), "add": (attention, rotation)}  # by the type of their last op
 _FLOATS = ("fp16", "fp32")
 
@@ -353,8 +354,8 @@ def faults(program: Program) -> list[str]:
         for op in function.ops:
             kinds_of = [f"op {op.type}"]
             if op.type in OPS:
-                known = PARAMETERS.get(op.type) or tuple(inspect.signature(OPS[op.type]).parameters)[3:]
-                kinds_of = [f"parameter {name} of {op.type}" for name in sorted(set(op.inputs) - set(known))]
+                unknown = sorted(set(op.inputs) - set(PARAMETERS[op.type]))
+                kinds_of = [f"parameter {name} of {op.type}" for name in unknown]
                 dtypes = {value.dtype for value in op.outputs}
                 kinds_of += [f"dtype {dtype} of {op.type}" for dtype in sorted(dtypes - set(_FLOATS))]
             for kind in kinds_of:

@@ -32,6 +32,7 @@ class Code(IntEnum):
     PACK_FLOAT = 13
     NORM = 14
     ROTATE = 15
+    READ = 16
 
 
 @dataclass(frozen=True)
@@ -106,12 +107,46 @@ def _room(memory: Memory) -> int:
     return -(-memory.size // ALIGNMENT) * ALIGNMENT + 5 * ALIGNMENT
 
 
-def tape_of(instructions: Sequence[Instruction], threads: int) -> np.ndarray:
-    """int64: the instructions with the barriers that `threads` threads need. Memories have their places already."""
+def codes_of(tape: np.ndarray) -> list[Code]:
+    """What the instructions of a tape are, without its end."""
+    codes, at = [], 0
+    while tape[at] != Code.END:
+        codes.append(Code(int(tape[at])))
+        at += int(tape[at + 1])
+    return codes
+
+
+class Constants:
+    """The arrays that a tape reads where they are, one behind another in one block of bytes."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self._places: dict[int, int] = {}  # by address
+        self._size = 0
+
+    def place(self, memory: Memory) -> int:
+        """Where in the block the bytes of a memory are, which stay as they are from now on."""
+        array = memory.owner
+        assert isinstance(array, np.ndarray)
+        if memory.at not in self._places:
+            data = array.tobytes() + bytes(-array.nbytes % ALIGNMENT)
+            self._places[memory.at] = self._size
+            self._parts.append(data)
+            self._size += len(data)
+        return self._places[memory.at]
+
+    def block(self) -> np.ndarray:
+        return np.frombuffer(b"".join(self._parts), np.uint8)
+
+
+def tape_of(instructions: Sequence[Instruction], constants: Constants | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """int64: the instructions, with barriers where threads must wait; and which words count from the constants' block.
+
+    Memories have their places already. Without `constants` the addresses of arrays are written as they are.
+    """
     words: list[int] = []
-    open_accesses: list[
-        tuple[int, int, int, bool, bool]
-    ] = []  # since the last barrier: slot, begin, end, writes, parallel
+    counted: list[int] = []
+    open_accesses: list[tuple[int, int, int, bool, bool]] = []  # since a barrier: slot, begin, end, writes, parallel
 
     def add(code: Code, parallel: bool, *operands: "int | Ref") -> None:
         start = len(words)
@@ -121,6 +156,9 @@ def tape_of(instructions: Sequence[Instruction], threads: int) -> np.ndarray:
                 words.append(int(operand))
             elif operand.memory is None:
                 words.extend((-1, 0))
+            elif operand.memory.slot == FIXED and constants is not None:
+                counted.append(len(words) + 1)
+                words.extend((FIXED, constants.place(operand.memory) + operand.at))
             else:
                 words.extend((operand.memory.slot, operand.memory.at + operand.at))
         words[start + 1] = len(words) - start
@@ -128,8 +166,7 @@ def tape_of(instructions: Sequence[Instruction], threads: int) -> np.ndarray:
     for made in instructions:
         if made.code == Code.BARRIER:
             open_accesses.clear()
-            if threads > 1:
-                add(Code.BARRIER, True)
+            add(Code.BARRIER, True)
             continue
         mine = [
             (m.slot, m.at, m.at + m.size, writes, made.parallel)
@@ -137,13 +174,13 @@ def tape_of(instructions: Sequence[Instruction], threads: int) -> np.ndarray:
             for m in memories
             if m.slot not in (FIXED, WEIGHTS)
         ]
-        if threads > 1 and any(_clash(a, b) for a in mine for b in open_accesses):
+        if any(_clash(a, b) for a in mine for b in open_accesses):
             add(Code.BARRIER, True)
             open_accesses.clear()
         open_accesses += mine
         add(made.code, made.parallel, *made.words)
     add(Code.END, True)
-    return np.array(words, np.int64)
+    return np.array(words, np.int64), np.array(counted, np.int64)
 
 
 def _clash(a: tuple[int, int, int, bool, bool], b: tuple[int, int, int, bool, bool]) -> bool:

@@ -41,6 +41,16 @@ class Matrix:
 
 
 @dataclass(frozen=True)
+class Job:
+    """A matrix to be packed: the numbers of the instruction, where it is, and where it goes among the packed ones."""
+
+    code: Code
+    numbers: tuple[int, int, int]
+    source: np.ndarray
+    at: int
+
+
+@dataclass(frozen=True)
 class Stored:
     """constexpr_blockwise_shift_scale, as the file has it."""
 
@@ -61,8 +71,8 @@ class Matrices:
 
     def __init__(self) -> None:
         self._known: dict[object, tuple[Matrix, object]] = {}
-        self._jobs: list[tuple[Instruction, np.ndarray, int]] = []
-        self._size = 0
+        self.jobs: list[Job] = []
+        self.size = 0  # bytes of all of them, packed
 
     def get(self, weight: np.ndarray | Stored) -> Matrix:
         """The matrix [O, I] or [O, I, 1, 1] of a product."""
@@ -84,7 +94,7 @@ class Matrices:
             wide = wide.astype(np.float32, copy=False)
         (rows, depth), size = wide.shape, wide.itemsize
         memory = self._room(-(-rows // BLOCK) * BLOCK * depth * size)
-        self._add(Code.PACK_FLOAT, (size, rows, depth, Ref(fixed(wide)), Ref(memory)), wide, memory.size)
+        self.jobs.append(Job(Code.PACK_FLOAT, (size, rows, depth), wide, memory.at))
         return Matrix("fp16" if size == 2 else "fp32", rows, depth, depth, memory)
 
     def _int8(self, weight: Stored) -> Matrix | None:
@@ -100,7 +110,7 @@ class Matrices:
         scales = np.repeat(weight.scale.reshape(len(weight.scale), parts), rows // len(weight.scale), axis=0)
         scales = scales.astype(np.float32)  # [rows, parts]
         memory = self._room(-(-rows // PANEL) * PANEL * padded)
-        self._add(Code.PACK8, (rows, depth, padded, Ref(fixed(data)), Ref(memory)), data, memory.size)
+        self.jobs.append(Job(Code.PACK8, (rows, depth, padded), data, memory.at))
         if parts == 1:
             return Matrix("int8", rows, depth, padded, memory, row_scales=fixed(scales))
         groups = depth // GROUP
@@ -110,30 +120,32 @@ class Matrices:
         return Matrix("int8", rows, depth, padded, memory, part_scales=fixed(tiled))
 
     def _room(self, size: int) -> Memory:
-        memory = Memory(size, WEIGHTS_SLOT, self._size)
-        self._size += -(-size // 4096) * 4096
+        memory = Memory(size, WEIGHTS_SLOT, self.size)
+        self.size += -(-size // 4096) * 4096
         return memory
 
-    def _add(self, code: Code, words: Sequence[int | Ref], source: np.ndarray, size: int) -> None:
-        self._jobs.append((Instruction(code, words, (), (), True), source, size))
 
-    def pack(self, run: Callable[[np.ndarray, np.ndarray], None]) -> tuple[int, object]:
-        """Packs all of them with `run` (a tape and its slots); returns where they begin, and what keeps them alive."""
-        begin, held = huge(self._size)
-        portion: list[tuple[Instruction, np.ndarray, int]] = []
-        for job in [*self._jobs, None]:
-            if job is not None:
-                portion.append(job)
-            if job is None or sum(size for _, _, size in portion) > _PORTION:
-                run(tape_of([made for made, _, _ in portion], 1), np.array([0, 0, begin], np.uint64))
-                for _, source, _ in portion:
-                    _give_back(source)
-                portion.clear()
-        self._jobs.clear()
-        return begin, held
+def pack(jobs: Sequence[Job], size: int, run: Callable[[np.ndarray, np.ndarray], None]) -> tuple[int, mmap.mmap]:
+    """Packs all matrices with `run` (a tape and its slots); returns where they begin, and what keeps them."""
+    begin, held = huge(size)
+    portion: list[Job] = []
+    for job in [*jobs, None]:
+        if job is not None:
+            portion.append(job)
+        if job is None or sum(part.source.nbytes for part in portion) > _PORTION:
+            operands = [(Ref(fixed(part.source)), Ref(Memory(0, WEIGHTS_SLOT, part.at))) for part in portion]
+            made = [
+                Instruction(part.code, (*part.numbers, *refs), (), (), True)
+                for part, refs in zip(portion, operands, strict=True)
+            ]
+            run(tape_of(made)[0], np.array([0, 0, begin], np.uint64))
+            for part in portion:
+                _give_back(part.source)
+            portion.clear()
+    return begin, held
 
 
-def huge(size: int) -> tuple[int, object]:
+def huge(size: int) -> tuple[int, mmap.mmap]:
     """The address of `size` zero bytes, in pages of 2 MB where the system has them; and what keeps them."""
     held = mmap.mmap(-1, size + _HUGE)
     address = np.frombuffer(held, np.uint8).__array_interface__["data"][0]

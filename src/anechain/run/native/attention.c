@@ -181,19 +181,22 @@ INLINE void entered(float *scores, int64_t n, float *top, float *sum, float *mix
 INLINE void unpacked(int half, const char *key, int64_t key_cell, const char *value, int64_t value_cell, int64_t n,
                      int64_t depth, int64_t width, float *keys, float *values) {
     int64_t size = half ? 2 : 4;
-    for (int64_t c = 0; c < TILE; c++)
+    for (int64_t c = 0; c < TILE; c += 16)
         for (int64_t d = 0; d < depth; d += 16) {
-            float each[16];
-            __mmask16 m = c < n ? tail(depth - d) : 0;
-            const char *k = key + (c * key_cell + d) * size, *v = value + (c * value_cell + d) * size;
-            __m512 x = _mm512_setzero_ps(), y = x;
-            if (m) {
-                x = half ? widened((const uint16_t *)k, m) : _mm512_maskz_loadu_ps(m, (const float *)k);
-                y = half ? widened((const uint16_t *)v, m) : _mm512_maskz_loadu_ps(m, (const float *)v);
+            __m512i block[16];
+            for (int64_t i = 0; i < 16; i++) {
+                __mmask16 m = c + i < n ? tail(depth - d) : 0;
+                const char *k = key + ((c + i) * key_cell + d) * size, *v = value + ((c + i) * value_cell + d) * size;
+                __m512 x = _mm512_setzero_ps(), y = x;
+                if (m) {
+                    x = half ? widened((const uint16_t *)k, m) : _mm512_maskz_loadu_ps(m, (const float *)k);
+                    y = half ? widened((const uint16_t *)v, m) : _mm512_maskz_loadu_ps(m, (const float *)v);
+                }
+                block[i] = _mm512_castps_si512(x);
+                _mm512_storeu_ps(values + (c + i) * width + d, y);
             }
-            _mm512_storeu_ps(each, x);
-            for (int64_t i = 0; i < 16 && d + i < depth; i++) keys[(d + i) * TILE + c] = each[i];
-            _mm512_storeu_ps(values + c * width + d, y);
+            transposed(block);
+            for (int64_t i = 0; i < 16 && d + i < depth; i++) _mm512_storeu_si512(keys + (d + i) * TILE + c, block[i]);
         }
 }
 

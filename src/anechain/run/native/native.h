@@ -57,11 +57,38 @@ INLINE __m512 exponential(__m512 x) {
     return _mm512_scalef_ps(p, n);
 }
 
+/* 16 vectors of 16 numbers of 4 bytes, transposed. */
+INLINE void transposed(__m512i r[16]) {
+    __m512i s[16];
+    for (int i = 0; i < 8; i++) {
+        s[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+        s[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+    }
+    for (int i = 0; i < 4; i++) {
+        r[4 * i] = _mm512_unpacklo_epi64(s[4 * i], s[4 * i + 2]);
+        r[4 * i + 1] = _mm512_unpackhi_epi64(s[4 * i], s[4 * i + 2]);
+        r[4 * i + 2] = _mm512_unpacklo_epi64(s[4 * i + 1], s[4 * i + 3]);
+        r[4 * i + 3] = _mm512_unpackhi_epi64(s[4 * i + 1], s[4 * i + 3]);
+    }
+    for (int i = 0; i < 4; i++) { /* r[4 q + i] holds column i of each lane, of rows 4 q ... 4 q + 3 */
+        s[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);
+        s[4 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);
+        s[8 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
+        s[12 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
+    }
+    for (int i = 0; i < 4; i++) {
+        r[i] = _mm512_shuffle_i32x4(s[i], s[8 + i], 0x88);
+        r[4 + i] = _mm512_shuffle_i32x4(s[4 + i], s[12 + i], 0x88);
+        r[8 + i] = _mm512_shuffle_i32x4(s[i], s[8 + i], 0xdd);
+        r[12 + i] = _mm512_shuffle_i32x4(s[4 + i], s[12 + i], 0xdd);
+    }
+}
+
 /* c [rows, 16 * blocks] = (add ? c : 0) + a [rows, depth] b [depth, 16 * blocks]; rows at most 6, blocks at most 4. */
 void float_tile(int rows, int blocks, int64_t depth, const float *a, int64_t lda, const float *b, int64_t ldb, float *c,
                 int64_t ldc, int add);
 
 Kernel run_element, run_copy, run_reduce, run_softmax, run_product, run_quantise, run_linear8, run_linear_float;
-Kernel run_span, run_attention, run_pack8, run_pack_float, run_norm, run_rotate;
+Kernel run_span, run_attention, run_pack8, run_pack_float, run_norm, run_rotate, run_read;
 
 #endif

@@ -5,33 +5,6 @@
 
 #define BLOCK 16
 
-/* 16 vectors of 16 numbers of 4 bytes, transposed. */
-INLINE void transposed(__m512i r[16]) {
-    __m512i s[16];
-    for (int i = 0; i < 8; i++) {
-        s[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
-        s[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
-    }
-    for (int i = 0; i < 4; i++) {
-        r[4 * i] = _mm512_unpacklo_epi64(s[4 * i], s[4 * i + 2]);
-        r[4 * i + 1] = _mm512_unpackhi_epi64(s[4 * i], s[4 * i + 2]);
-        r[4 * i + 2] = _mm512_unpacklo_epi64(s[4 * i + 1], s[4 * i + 3]);
-        r[4 * i + 3] = _mm512_unpackhi_epi64(s[4 * i + 1], s[4 * i + 3]);
-    }
-    for (int i = 0; i < 4; i++) { /* r[4 q + i] holds column i of each lane, of rows 4 q ... 4 q + 3 */
-        s[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);
-        s[4 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);
-        s[8 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
-        s[12 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
-    }
-    for (int i = 0; i < 4; i++) {
-        r[i] = _mm512_shuffle_i32x4(s[i], s[8 + i], 0x88);
-        r[4 + i] = _mm512_shuffle_i32x4(s[4 + i], s[12 + i], 0x88);
-        r[8 + i] = _mm512_shuffle_i32x4(s[i], s[8 + i], 0xdd);
-        r[12 + i] = _mm512_shuffle_i32x4(s[4 + i], s[12 + i], 0xdd);
-    }
-}
-
 /* w: rows (N), depth (K), padded depth, in: slot, offset, out: slot, offset. Threads divide the panels of 64 rows.
    i8 [N, K] -> [N / 64][padded / 4][64][4] of w + 128; what pads is 0. */
 AVX void run_pack8(const Run *run, const int64_t *w) {
@@ -77,4 +50,17 @@ AVX void run_pack_float(const Run *run, const int64_t *w) {
                         ((uint32_t *)block)[c * BLOCK + i] = ((const uint32_t *)row)[c];
             }
     }
+}
+
+/* w: bytes, in: slot, offset. Threads divide the bytes. Reads, for the speed at which memory can be read. */
+AVX void run_read(const Run *run, const int64_t *w) {
+    int64_t from, to;
+    share(run, w[0] / 256, &from, &to);
+    __m512i sums[4] = {_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512()};
+    const char *in = operand(run, w + 1);
+    for (int64_t i = from; i < to; i++)
+        for (int j = 0; j < 4; j++)
+            sums[j] = _mm512_add_epi64(sums[j], _mm512_loadu_si512((const void *)(in + 256 * i + 64 * j)));
+    for (int j = 1; j < 4; j++) sums[0] = _mm512_add_epi64(sums[0], sums[j]);
+    *(volatile int64_t *)run->scratch = _mm512_reduce_add_epi64(sums[0]);
 }

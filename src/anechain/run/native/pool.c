@@ -17,13 +17,13 @@
 #define SPINS 4000 /* some tens of microseconds: longer than any serial part of a token, shorter than one is noticed */
 
 enum { END, BARRIER, ELEMENT, COPY, REDUCE, SOFTMAX, PRODUCT, QUANTISE, LINEAR8, LINEAR_FLOAT, SPAN, ATTENTION, PACK8,
-       PACK_FLOAT, NORM, ROTATE, KINDS };
+       PACK_FLOAT, NORM, ROTATE, READ, KINDS };
 
 static Kernel *const KERNELS[KINDS] = {
     [ELEMENT] = run_element, [COPY] = run_copy, [REDUCE] = run_reduce, [SOFTMAX] = run_softmax,
     [PRODUCT] = run_product, [QUANTISE] = run_quantise, [LINEAR8] = run_linear8, [LINEAR_FLOAT] = run_linear_float,
     [SPAN] = run_span, [ATTENTION] = run_attention, [PACK8] = run_pack8, [PACK_FLOAT] = run_pack_float,
-    [NORM] = run_norm, [ROTATE] = run_rotate,
+    [NORM] = run_norm, [ROTATE] = run_rotate, [READ] = run_read,
 };
 
 typedef struct {
