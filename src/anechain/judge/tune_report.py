@@ -6,6 +6,8 @@ from typing import Any
 
 from anechain.bundle.manifest import write_atomically
 from anechain.bundle.recipe import Recipe, Scheme
+from anechain.judge.gate import MAX_MEAN_KL
+from anechain.judge.plots import png
 from anechain.judge.tune import Candidate, Tuned, closest_of
 
 _FIGURES = ("min_centred_cosine", "mean_kl", "max_kl", "top1")
@@ -64,30 +66,18 @@ def table(tuned: Tuned) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def plot(tuned: Tuned, path: Path) -> None:
-    """Bytes against mean KL on the search's and the held-out texts, every candidate, as a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
+def draw(axes: Any, tuned: Tuned) -> None:
+    """Bytes against mean KL on the search's and the held-out texts, every candidate."""
+    shares = [c.share for c in tuned.candidates]
     for name, marker in (("search", "o"), ("strict", "s"), ("m8", "^")):
-        axes.plot(
-            [c.share for c in tuned.candidates],
-            [c.found[name]["mean_kl"] for c in tuned.candidates],
-            marker,
-            label=name,
-        )
+        axes.plot(shares, [c.found[name]["mean_kl"] for c in tuned.candidates], marker, label=name)
     for c in tuned.candidates:
         place = (c.share, c.found["strict"]["mean_kl"])
-        axes.annotate(
-            f"{c.recipe.name}{' passes' if c.passes else ''}", place, xytext=(4, 4), textcoords="offset points"
-        )
-    axes.axhline(1e-3, linestyle=":", color="gray")  # what strict allows
+        label = f"{c.recipe.name}{' passes' if c.passes else ''}"
+        axes.annotate(label, place, xytext=(4, 4), textcoords="offset points")
+    axes.axhline(MAX_MEAN_KL, linestyle=":", color="gray")
     axes.set(xlabel="bytes, of the fp16 bytes", ylabel="mean KL divergence, nats", yscale="log")
     axes.legend()
-    canvas = FigureCanvasAgg(figure)
-    canvas.print_png(str(path))
 
 
 def write_report(tuned: Tuned, output: Path, ref: str) -> list[Path]:
@@ -99,5 +89,5 @@ def write_report(tuned: Tuned, output: Path, ref: str) -> list[Path]:
     beside = output.with_suffix(".md")
     write_atomically(beside, f"{tuned.verdict}.\n\n{table(tuned)}".encode())
     picture = output.with_suffix(".png")
-    plot(tuned, picture)
+    png(lambda axes: draw(axes, tuned), picture, (7, 4.5))
     return [recipe, beside, picture]
