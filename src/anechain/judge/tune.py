@@ -248,7 +248,9 @@ def _all(pool: Executor, kept: _Kept, tasks: Sequence[Task], report: Progress) -
     }
     try:
         while running:
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
+            done = wait(running, return_when=FIRST_COMPLETED).done
+            # What is finished is kept before a failure ends the search.
+            for future in sorted(done, key=lambda future: future.exception() is not None):
                 task = running.pop(future)
                 results[task.name] = future.result()
                 kept.add(task, results[task.name])
