@@ -12,6 +12,7 @@ import argparse
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from anechain.judge.oracle import Oracle
 from anechain.judge.prepare import kept_text, load_baseline
 from anechain.judge.rounding import RoundedSource, round_model
 
-ALL = "scales+gptq+drift"
+ALL = "scales+gptq+drift"  # and "level", where a correction has room for it
 ROWS = {
     "nearest": [(f"blocks {s}", "") for s in ("fp16", "int8", "int8-block32", "palette8", "palette6", "int4-block32")]
     + [("head int8", ""), ("embed int8", "")],
@@ -80,15 +81,38 @@ def figures(bundle: Bundle, source: Source, tensors: dict[str, Stored]) -> dict[
     return found
 
 
+def table(kept: list[dict[str, Any]]) -> str:
+    """The rows as Markdown, in the order in which they were measured."""
+    figures = ("min_cosine", "min_centred_cosine", "mean_kl", "max_kl", "top1")
+    lines = [
+        "| model | row | MB | profile | min cosine | centred | mean KL | max KL | top-1 | accepted |",
+        "|---" * 10 + "|",
+    ]
+    for row in kept:
+        for profile in ("m8", "strict"):
+            numbers = " | ".join(
+                f"{row[profile][key]:.4g}" if "kl" in key else f"{row[profile][key]:.5f}" for key in figures
+            )
+            lines.append(
+                f"| {Path(row['model']).stem} | {row['row']} | {row['bytes'] / 1e6:.1f} | {profile} | {numbers} | "
+                f"{'yes' if row[profile]['accepted'] else 'no'} |"
+            )
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--rows", default="nearest,methods")
     parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--table", action="store_true", help="print what the file holds and measure nothing")
     options = parser.parse_args()
     bundle = open_bundle(options.bundle)
     source = open_source(bundle.source_ref)
     kept = [json.loads(line) for line in options.output.read_text().splitlines()] if options.output.exists() else []
+    if options.table:
+        print(table(kept))
+        return
     done = {(row["model"], row["row"]) for row in kept}
     calibrated = None
     for what, methods in (row for kind in options.rows.split(",") for row in ROWS[kind]):
