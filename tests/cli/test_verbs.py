@@ -86,7 +86,7 @@ def test_bake_reads_a_recipe_file(model: Path, anechain: Callable[..., Outcome],
     code, *_ = anechain("bake", model, "-o", tmp_path / "b", *SMALL, "--recipe", tmp_path / "mine.toml")
     assert code == 0
     recipe = open_bundle(tmp_path / "b").recipe
-    assert recipe.name == "mine" and str(recipe.scheme_for("layers.0.down")) == "int8-block32"
+    assert recipe.name == "mine" and str(recipe.scheme_for("layers.0.down", 1)) == "int8-block32"
 
 
 # -- gate --------------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ variable. The text is drawn as outlines: every browser shows the same widths.
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -164,3 +165,13 @@ def _legend(axes: "Axes") -> None:
     """Above the axes, where it covers nothing."""
     count = len(axes.get_legend_handles_labels()[0])
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=min(count, 3), fontsize=8, borderaxespad=0.3)
+
+
+def png(draw: Callable[["Axes"], None], path: Path, size_in: tuple[float, float]) -> None:
+    """One plot as a PNG file on white, for places without a page."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size_in, layout="constrained")
+    draw(figure.add_subplot())
+    FigureCanvasAgg(figure).print_png(str(path))
