@@ -13,7 +13,6 @@ from anechain.run.tape_view import (
     Memory,
     View,
     common_loops,
-    cut,
     joined,
     merged,
     part,
@@ -301,6 +300,3 @@ class Graph:
 
 class _NotNestedError(Exception):
     """Two operands lie in pieces of which neither fits into the other."""
-
-
-__all__ = ["Graph", "cut"]
