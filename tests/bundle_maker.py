@@ -21,9 +21,10 @@ from anechain.bake.jobs import Plan, make_plan, tools
 from anechain.bake.source import Source
 from anechain.bundle.embedding import TABLE
 from anechain.bundle.manifest import HEAD, TOKENIZER, Block, Bundle, record_files, write_manifest
-from anechain.bundle.quant import dequantize, quantize
 from anechain.bundle.recipe import Recipe, load_recipe
+from anechain.bundle.rounded import Rounded
 from anechain.bundle.spec import Attention, ModelSpec, Rope, matrices_of, tensors_of
+from anechain.bundle.stored import compress, dense
 from tests.tiny import write_tokenizer
 
 _PLAIN = ModelSpec(
@@ -107,9 +108,9 @@ def as_stored(source: TensorSource, recipe: Recipe | str) -> TensorSource:
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
     tensors = {}
     for name, tensor in source.tensors.items():
-        scheme = recipe.scheme_for(name) if name in matrices_of(source.spec) else None
-        if scheme is not None and scheme.bits == 8:
-            tensor = dequantize(quantize(tensor, scheme, name)).astype(np.float32)
+        scheme = recipe.scheme_for(name, tensor.size) if name in matrices_of(source.spec) else None
+        if scheme is not None and scheme.bits < 16:
+            tensor = dense(compress(tensor, scheme, name)).astype(np.float32)
         tensors[name] = tensor
     return replace(source, tensors=tensors)
 
@@ -151,11 +152,14 @@ def make_bundle(
 def bake_here(source: Source, plan: Plan, out: Path, attach: Callable[[Path], None] | None = None) -> Bundle:
     """What `bake.jobs.bake` makes of a plan, without processes, locks, or an interrupted bake to go on with."""
     out.mkdir(parents=True)
+    rounded = Rounded(Path(plan.rounded_file)) if plan.rounded_file else None
     for block in plan.blocks:
         made = out / block.file
         form = plan.form(block.file)
-        package.make_block(source, plan.spec, plan.recipe, block.layers, plan.context, plan.prefill, made, form)
-    package.make_head(source, plan.spec, plan.recipe, out / HEAD, plan.form(HEAD))
+        package.make_block(
+            source, plan.spec, plan.recipe, block.layers, plan.context, plan.prefill, made, form, rounded
+        )
+    package.make_head(source, plan.spec, plan.recipe, out / HEAD, plan.form(HEAD), rounded)
     if not plan.shares_table:
         package.make_embedding(source, plan.recipe, out)
     (out / TOKENIZER).mkdir()
@@ -167,6 +171,7 @@ def bake_here(source: Source, plan: Plan, out: Path, attach: Callable[[Path], No
         out, plan.spec, plan.recipe, plan.context, plan.prefill, plan.target, plan.ref, plan.fingerprint, plan.blocks,
         HEAD if plan.shares_table else TABLE, tools(), plan.key, record_files(out, out),
         stream_peak=plan.stream_peak, state_update=plan.state_update, boundary_scales=plan.boundary_scales,
+        calibration=plan.calibration,
     )  # fmt: skip
     write_manifest(bundle)
     return bundle

@@ -101,3 +101,18 @@ NORM_OF_A_TINY_ROW = 2e-3
 # Log probabilities of one token, fp16 chain of one layer beside transformers in float32, in nats: the logits are off
 # by up to CHAIN_ORACLE of a spread of some 4; seen 0.01.
 HARNESS_NATS = 0.05
+# Square error of our palettes relative to that of scipy's k-means: both end in a local minimum.
+PALETTE_COST = 1.05
+
+# Sums over float32 products against float64 ones, of statistics with a condition number of about 1e5.
+LOSS_RELATIVE = 1e-4
+DRIFT_RELATIVE = 1e-3
+
+# What 120 steps of descent reach, relative to what scipy finds with 20 000 evaluations of the same function.
+BALANCE_COST = 1.05
+
+# Logits, relative to their spread. Moving scale loses what norm gains and the producer's rows lose in fp16: 2^-12 of
+# each of some hundred numbers that a result is made of.
+MOVED_DEVIATION = 2e-3
+# A chain in fp16 against float32 arithmetic on the same stored weights, three layers.
+ENGINE_DEVIATION = 2e-2

@@ -290,7 +290,7 @@ def test_head_gives_one_output_a_piece(vocab: int, recipe: str, tmp_path: Path) 
     ]
     assert function.states == ()
     expected = NORM + Counter(transpose=1 + pieces, conv=pieces)
-    quantised = load_recipe(recipe).scheme_for("head") != FP16
+    quantised = load_recipe(recipe).scheme_for("head", 1) != FP16
     if quantised:
         expected["constexpr_blockwise_shift_scale"] = pieces
     if recipe == "m8":

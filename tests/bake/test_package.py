@@ -148,7 +148,7 @@ def test_milproto_loads_it_with_the_weights_that_were_meant(recipe: str, saved: 
     for name, function in program.functions.items():
         ops = [op for op in function.operations if op.op_type != "const"]
         assert Counter(op.op_type for op in ops) == Counter(op.type for op in ours.functions[name].ops)
-        scheme = load_recipe(recipe).scheme_for("layers.0.q")
+        scheme = load_recipe(recipe).scheme_for("layers.0.q", 1)
         compared = 0
         for op in ops:
             if op.op_type != "conv":

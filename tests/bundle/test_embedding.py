@@ -75,7 +75,7 @@ def test_rows_of_a_quantised_table(spec: ModelSpec, recipe: Recipe, place: str, 
     assert bundle.embedding == place and (bundle.path / SCALE).exists() == (place == TABLE)
     ids = ids_of(spec)
     rows = open_embedding(bundle).rows(ids)
-    stored = quantize(table, recipe.scheme_for("embed"))
+    stored = quantize(table, recipe.scheme_for("embed", table.size))
     scale = np.repeat(stored.scale.astype(np.float32), spec.hidden_size // stored.scale.shape[1], axis=1)[ids]
     np.testing.assert_array_equal(rows, (stored.data[ids] * scale).astype(np.float16))
     error = np.abs(rows.astype(np.float32) - table[ids])

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from anechain.bundle.program import read_program
-from anechain.bundle.quant import Quantized, dequantize, quantize, storage_bytes
-from anechain.bundle.recipe import FP16, Scheme
+from anechain.bundle.quant import Quantized, dequantize, quantize
+from anechain.bundle.recipe import FP16, Scheme, parse_scheme
+from anechain.bundle.stored import storage_bytes
 from anechain.errors import RecipeError
 from tests.tolerances import QUANTIZE_HALF_STEP
 
@@ -26,8 +27,8 @@ TINY = 127 * SMALLEST_NORMAL  # a row whose largest magnitude is below this has 
 RNG = np.random.default_rng(5)
 
 
-def block(size: int) -> Scheme:
-    return Scheme(8, "block", size)
+def block(size: int, bits: int = 8) -> Scheme:
+    return Scheme(bits, "block", size)
 
 
 def coremltools_quantized(weight: np.ndarray, scheme: Scheme, kind: str, folder: Path) -> Quantized:
@@ -48,7 +49,11 @@ def coremltools_quantized(weight: np.ndarray, scheme: Scheme, kind: str, folder:
     model = ct.convert(program, skip_model_load=True, **options)
     grain = {"channel": "per_channel", "block": "per_block"}[scheme.granularity]
     config = cto.coreml.OpLinearQuantizerConfig(
-        mode="linear_symmetric", dtype="int8", granularity=grain, block_size=scheme.block or 32, weight_threshold=0
+        mode="linear_symmetric",
+        dtype=f"int{scheme.bits}",
+        granularity=grain,
+        block_size=scheme.block or 32,
+        weight_threshold=0,
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # it divides by scales of zero, and overflows
@@ -58,7 +63,7 @@ def coremltools_quantized(weight: np.ndarray, scheme: Scheme, kind: str, folder:
     op = next(op for op in main.ops if op.type == "constexpr_blockwise_shift_scale")
     assert set(op.inputs) == {"data", "scale"}
     data, scale = (main.consts[op.inputs[k][0]] for k in ("data", "scale"))
-    return Quantized(data.reshape(o, i), scale.reshape(o, -1))
+    return Quantized(data.reshape(o, i), scale.reshape(o, -1), scheme.bits)
 
 
 def outliers(shape: tuple[int, int]) -> np.ndarray:
@@ -87,7 +92,7 @@ WEIGHTS = {
 
 
 @pytest.mark.parametrize("kind", ["linear", "conv"])
-@pytest.mark.parametrize("scheme", [CHANNEL, block(32), block(16)], ids=str)
+@pytest.mark.parametrize("scheme", [CHANNEL, block(32), block(16), Scheme(4), block(32, 4)], ids=str)
 def test_equals_coremltools_bit_for_bit(scheme: Scheme, kind: str, tmp_path: Path) -> None:
     weights = {name: make((48, 96)).astype(np.float32) for name, make in WEIGHTS.items()}
     weight = np.concatenate(list(weights.values()))  # rows are quantised apart, so that one package holds every case
@@ -102,7 +107,7 @@ def test_equals_coremltools_bit_for_bit(scheme: Scheme, kind: str, tmp_path: Pat
         assert here.mean() > 0.9, f"{name}: too few scales are normal numbers to compare anything"
         assert np.array_equal(ours.scale[rows].view(np.uint16)[here], theirs.scale[rows].view(np.uint16)[here]), name
         assert np.array_equal(ours.data[rows][everywhere], theirs.data[rows][everywhere]), name
-        assert np.abs(ours.data[rows]).max() == 127, name
+        assert np.abs(ours.data[rows]).max() == 2 ** (scheme.bits - 1) - 1, name
 
 
 def test_float32_and_fp16_of_the_same_weight_are_quantized_alike() -> None:
@@ -132,7 +137,7 @@ def test_rows_wider_than_a_slab(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_scales_that_cut_off_the_largest_weights_saturate(monkeypatch: pytest.MonkeyPatch) -> None:
     """A method may choose smaller scales than the largest weight asks for; an integer must never wrap around."""
     monkeypatch.setattr(
-        "anechain.bundle.quant._scale_of", lambda blocks: np.full(blocks.shape[:2], 2.0**-7, np.float16)
+        "anechain.bundle.quant._scale_of", lambda blocks, bits: np.full(blocks.shape[:2], 2.0**-7, np.float16)
     )
     quantized = quantize(np.array([[1.0, -1.0, 300.0, -300.0, 0.5]]), CHANNEL)
     assert quantized.data.tolist() == [[127, -127, 127, -127, 64]]
@@ -148,9 +153,16 @@ def steps_off(weight: np.ndarray, quantized: Quantized) -> np.ndarray:
     return np.abs(weight.astype(np.float16) - quantized.data * scale) / scale
 
 
-@pytest.mark.parametrize("magnitude", [0.0077, 1e-3, 1e-5, 6e-8])
-@pytest.mark.parametrize("scheme", [CHANNEL, block(32)], ids=str)
-def test_tiny_rows_take_the_smallest_normal_scale(magnitude: float, scheme: Scheme, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "magnitude"),
+    [
+        *((s, m) for s in (CHANNEL, block(32)) for m in (0.0077, 1e-3, 1e-5, 6e-8)),
+        (Scheme(4), 4e-4),
+        (block(32, 4), 1e-5),
+    ],
+    ids=str,
+)
+def test_tiny_rows_take_the_smallest_normal_scale(scheme: Scheme, magnitude: float, tmp_path: Path) -> None:
     weight = RNG.uniform(-magnitude, magnitude, (16, 64))
     weight[:, ::16] = magnitude
     theirs = coremltools_quantized(weight, scheme, "linear", tmp_path)
@@ -160,33 +172,36 @@ def test_tiny_rows_take_the_smallest_normal_scale(magnitude: float, scheme: Sche
     assert steps_off(weight, ours).max() <= 0.5
 
 
-def test_zero_rows_have_scale_one_where_coremltools_has_zero(tmp_path: Path) -> None:
+@pytest.mark.parametrize("bits", [8, 4])
+def test_zero_rows_have_scale_one_where_coremltools_has_zero(bits: int, tmp_path: Path) -> None:
     weight = RNG.standard_normal((4, 64))
     weight[1] = 0
     weight[2, 32:] = -0.0
-    theirs = coremltools_quantized(weight, block(32), "conv", tmp_path)
-    ours = quantize(weight, block(32))
+    theirs = coremltools_quantized(weight, block(32, bits), "conv", tmp_path)
+    ours = quantize(weight, block(32, bits))
     zero = np.array([[0, 0], [1, 1], [0, 1], [0, 0]], bool)
     assert np.all(theirs.scale[zero] == 0) and np.all(ours.scale[zero] == 1)
     assert not ours.data[1].any() and not ours.data[2, 32:].any()
     assert np.array_equal(ours.scale[~zero], theirs.scale[~zero])
 
 
+@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("largest", [32800.0, 65504.0])
-def test_large_rows_stay_finite_where_coremltools_overflows(largest: float, tmp_path: Path) -> None:
+def test_large_rows_stay_finite_where_coremltools_overflows(largest: float, bits: int, tmp_path: Path) -> None:
     weight = RNG.uniform(-largest, largest, (4, 64))
     weight[:, 3], weight[:, 5] = largest, -largest
-    theirs = coremltools_quantized(weight, CHANNEL, "linear", tmp_path)
-    ours = quantize(weight, CHANNEL)
+    theirs = coremltools_quantized(weight, Scheme(bits), "linear", tmp_path)
+    ours = quantize(weight, Scheme(bits))
+    top = 2 ** (bits - 1) - 1
     assert np.all(np.isinf(theirs.scale)), "it takes max - min, which is beyond fp16 here"
     assert np.all(np.isfinite(ours.scale)) and np.all(np.isfinite(dequantize(ours)))
     assert steps_off(weight, ours).max() <= QUANTIZE_HALF_STEP
-    assert np.all(ours.data[:, 3] == 127) and np.all(ours.data[:, 5] == -127)
+    assert np.all(ours.data[:, 3] == top) and np.all(ours.data[:, 5] == -top)
 
 
 @given(
     arrays(np.float16, (3, 32), elements=st.floats(-65504, 65504, width=16, allow_subnormal=True)),
-    st.sampled_from([CHANNEL, block(8)]),
+    st.sampled_from([CHANNEL, block(8), Scheme(4), block(8, 4)]),
     st.integers(-24, 0),
 )
 def test_any_finite_weight_is_within_half_a_step(weight: np.ndarray, scheme: Scheme, exponent: int) -> None:
@@ -196,7 +211,7 @@ def test_any_finite_weight_is_within_half_a_step(weight: np.ndarray, scheme: Sch
         quantized = quantize(weight, scheme)
         back = dequantize(quantized)
     assert np.all(quantized.scale >= SMALLEST_NORMAL) and np.all(np.isfinite(back))
-    assert np.abs(quantized.data.astype(int)).max() <= 127
+    assert np.abs(quantized.data.astype(int)).max() <= 2 ** (scheme.bits - 1) - 1
     assert steps_off(weight, quantized).max() <= QUANTIZE_HALF_STEP
 
 
@@ -229,6 +244,11 @@ def test_storage_bytes_is_what_the_arrays_take() -> None:
         quantized = quantize(weight, scheme)
         assert quantized.scale.shape == (6, scales // 6)
         assert storage_bytes((6, 96), scheme) == quantized.data.nbytes + quantized.scale.nbytes == 576 + 2 * scales
+    assert storage_bytes((6, 96), block(32, 4)) == 288 + 2 * 18
+    palettes = [("palette8", 576 + 512), ("palette6", 432 + 128), ("palette4-group2", 288 + 3 * 32)]
+    for text, size in palettes:
+        assert storage_bytes((6, 96), parse_scheme(text)) == size
+    assert storage_bytes((6, 96), parse_scheme("int8+rank3")) == 576 + 12 + 2 * 3 * (6 + 96)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 65536.0])
@@ -249,9 +269,13 @@ def test_weight_that_is_not_finite_in_fp16(value: float, monkeypatch: pytest.Mon
     ("shape", "scheme", "text"),
     [
         ((4, 48), block(32), "head has 48 inputs, which blocks of 32 do not divide: use a block that divides them."),
-        ((4, 8), FP16, "head cannot be quantised as channel fp16: use int8 or int8-blockN."),
-        ((4, 8), Scheme(4), "head cannot be quantised as channel int4: use int8 or int8-blockN."),
-        ((4, 8), Scheme(8, "tensor"), "head cannot be quantised as tensor int8: use int8 or int8-blockN."),
+        ((4, 8), FP16, "head cannot be quantised as fp16: use int8, int4 or one of them with -blockN."),
+        ((4, 8), Scheme(6), "head cannot be quantised as int6: use int8, int4 or one of them with -blockN."),
+        (
+            (4, 8),
+            Scheme(8, "tensor", kind="palette"),
+            "head cannot be quantised as palette8: use int8, int4 or one of them with -blockN.",
+        ),
         ((4,), CHANNEL, "head cannot be quantised, because it has the shape [4]: keep it fp16."),
         ((4, 0), CHANNEL, "head cannot be quantised, because it has the shape [4, 0]: keep it fp16."),
     ],

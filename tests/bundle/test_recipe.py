@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from anechain.bundle.recipe import FP16, Recipe, Rule, Scheme, load_recipe, parse_recipe, parse_scheme
+from anechain.bundle.recipe import FP16, Calibration, Recipe, Rule, Scheme, load_recipe, parse_recipe, parse_scheme
 from anechain.bundle.spec import Attention, ModelSpec, Rope, matrices_of
 from anechain.errors import RecipeError
 
@@ -22,11 +22,23 @@ def refusal(text: str) -> str:
     return str(caught.value)
 
 
+KNOWN = (
+    "use fp16, int8 or int4 (with -blockN: one scale for N inputs), palette8, palette6 or palette4 (with -groupN: one "
+    "table for N outputs), each but fp16 with +rankN if you like"
+)
 SCHEMES = {
     "fp16": FP16,
     "int8": Scheme(8),
     "int8-block32": Scheme(8, "block", 32),
     "int8-block1": Scheme(8, "block", 1),
+    "int4": Scheme(4),
+    "int4-block32": Scheme(4, "block", 32),
+    "palette8": Scheme(8, "tensor", kind="palette"),
+    "palette6-group16": Scheme(6, "group", 16, "palette"),
+    "palette4": Scheme(4, "tensor", kind="palette"),
+    "int8+rank16": Scheme(8, rank=16),
+    "int4-block32+rank8": Scheme(4, "block", 32, rank=8),
+    "palette4-group8+rank2": Scheme(4, "group", 8, "palette", 2),
 }
 
 
@@ -36,13 +48,27 @@ def test_scheme_and_its_text_are_each_other(text: str, scheme: Scheme) -> None:
     assert str(scheme) == text
 
 
-@pytest.mark.parametrize("text", ["int4", "int8-block", "int8-block0", "int8-block-8", "int8-blockx", "INT8", ""])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "int5",
+            "int8-block",
+            "int8-block0",
+            "int8-block-8",
+            "int8-blockx",
+            "INT8",
+            "",
+            "palette7",
+            "palette8-block4",
+        ),
+        *("int8-group4", "int8+rank0", "int8+rank", "fp16+rank4", "int8\n"),
+    ],
+)
 def test_unknown_scheme(text: str) -> None:
     with pytest.raises(RecipeError) as caught:
         parse_scheme(text)
-    assert str(caught.value) == (
-        f"scheme {text!r} is not known: use fp16, int8 or int8-blockN, for example int8-block32."
-    )
+    assert str(caught.value) == (f"scheme {text!r} is not known: {KNOWN}.")
 
 
 def test_first_matching_rule_wins_and_the_rest_stays_fp16() -> None:
@@ -61,7 +87,7 @@ def test_first_matching_rule_wins_and_the_rest_stays_fp16() -> None:
         "mixed.toml",
     )
     assert (recipe.name, recipe.compute, recipe.layers_per_package) == ("mixed", "fp16", None)
-    schemes = {name: str(recipe.scheme_for(name)) for name in matrices_of(SPEC)}
+    schemes = {name: str(recipe.scheme_for(name, 1)) for name in matrices_of(SPEC)}
     assert schemes["layers.1.down"] == "fp16"
     assert schemes["layers.0.down"] == "int8-block16"
     assert schemes["layers.1.q"] == schemes["layers.0.gate"] == "int8"
@@ -95,7 +121,7 @@ def test_every_unknown_key_and_value_is_named_at_once() -> None:
     assert refusal(text) == (
         "my.toml cannot be used: unknown key 'colour'; compute = 'bf16' (use \"fp16\" or \"fp32\"); "
         "layers_per_package = 0 (use a whole number of at least 1); "
-        "rule 1: scheme 'int5' is not known: use fp16, int8 or int8-blockN, for example int8-block32; "
+        f"rule 1: scheme 'int5' is not known: {KNOWN}; "
         "unknown key 'matches' in rule 2; rule 2 has no 'match'."
     )
 
@@ -125,16 +151,104 @@ def test_recipe_and_its_json_are_each_other() -> None:
 
 def test_shipped_recipes_load_by_name_and_fit_a_model() -> None:
     names = [p.name.removesuffix(".toml") for p in resources.files("anechain.recipes").iterdir() if ".toml" in p.name]
-    assert {"fp16", "int8", "int8-block32", "m8"} <= set(names)
+    assert {"fp16", "int8", "int8-block32", "int8-ffn-qkv-only", "int4-block32", "m8", "palette8"} <= set(names)
     for name in names:
         assert load_recipe(name).name == name
     assert load_recipe("fp16").rules == ()
     int8 = load_recipe("int8")
     int8.check(SPEC)
-    assert {str(int8.scheme_for(name)) for name in matrices_of(SPEC)} == {"int8"}
+    assert {str(int8.scheme_for(name, 1)) for name in matrices_of(SPEC)} == {"int8"}
+    some = load_recipe("int8-ffn-qkv-only")
+    some.check(SPEC)
+    left = [name for name in matrices_of(SPEC) if some.scheme_for(name, 1) == FP16]
+    assert left == ["embed", "layers.0.o", "layers.1.o", "head"]
+    for name in ("palette8", "int4-block32"):
+        assert str(load_recipe(name).scheme_for("layers.1.up", 1)) == name
+        assert load_recipe(name).scheme_for("head", 1) == FP16
     m8 = load_recipe("m8")
     assert (m8.compute, m8.layers_per_package) == ("fp32", 1)
-    assert str(m8.scheme_for("layers.0.q")) == "int8-block32" and m8.scheme_for("head") == FP16
+    assert str(m8.scheme_for("layers.0.q", 1)) == "int8-block32" and m8.scheme_for("head", 1) == FP16
+
+
+def test_rules_choose_by_layer_and_by_size() -> None:
+    recipe = parse_recipe(
+        """
+        [[rule]]
+        match = ["*.down", "*.up"]
+        layers = [1]
+        scheme = "palette6"
+        [[rule]]
+        match = "*"
+        at_least = 5000
+        at_most = 5120
+        scheme = "int8"
+        [[rule]]
+        match = "*"
+        at_most = 2048
+        scheme = "int4"
+        """,
+        "sizes.toml",
+    )
+    recipe.check(SPEC)
+    schemes = {name: str(recipe.scheme_for(name, o * i)) for name, (o, i) in matrices_of(SPEC).items()}
+    assert schemes == {
+        "embed": "fp16", "head": "fp16",  # 20 480
+        **{f"layers.{i}.{n}": "fp16" for i in (0, 1) for n in ("q", "o")},  # 4 096
+        **{f"layers.{i}.{n}": "int4" for i in (0, 1) for n in ("k", "v")},  # 2 048
+        **{f"layers.{i}.{n}": "int8" for i in (0, 1) for n in ("gate", "up", "down")},  # 5 120
+        "layers.1.down": "palette6", "layers.1.up": "palette6",
+    }  # fmt: skip
+    assert Recipe.from_json(recipe.to_json()) == recipe
+
+
+def test_check_knows_every_kind_of_scheme() -> None:
+    rules = (
+        Rule("embed", Scheme(4)), Rule("head", Scheme(8, "group", 48, "palette")), Rule("*.k", Scheme(8, rank=32)),
+        Rule("*.q", FP16, layers=(2,)), Rule("*.q", FP16, at_least=9000, at_most=9999), Rule("*.o", Scheme(8)),
+    )  # fmt: skip
+    with pytest.raises(RecipeError) as caught:
+        Recipe("mine", "fp32", rules, calibration=Calibration(("gptq",))).check(SPEC)
+    assert str(caught.value) == (
+        "recipe 'mine' cannot be applied to this model: pattern '*.q' (layers 2) matches no matrix; "
+        "pattern '*.q' (at_least 9000; at_most 9999) matches no matrix; "
+        "embed is looked up row by row and cannot be int4 (use fp16, int8 or palette8); "
+        "layers.0.k is 32 x 64, too small for a correction of rank 32; "
+        "layers.1.k is 32 x 64, too small for a correction of rank 32; "
+        'head has 320 outputs, which groups of 48 do not divide; calibration needs compute = "fp16".'
+    )
+
+
+def test_rules_and_calibration_that_make_no_sense() -> None:
+    text = """
+    [[rule]]
+    match = []
+    scheme = "int8"
+    layers = ["0"]
+    at_most = -1
+    [calibration]
+    methods = ["gptq", "magic"]
+    sequences = -1
+    colour = "red"
+    """
+    assert refusal(text) == (
+        "my.toml cannot be used: match = [] in rule 1 (use a pattern or a list of patterns); "
+        "layers = ['0'] in rule 1 (use a list of whole numbers, the first layer is 0); "
+        "at_most = -1 in rule 1 (use a whole number of weights); unknown key 'colour' in calibration; "
+        "methods = ['gptq', 'magic'] in calibration (use a list of clip, scales, gptq, drift, level); "
+        "sequences = -1 in calibration (use a whole number of at least 0)."
+    )
+    assert (
+        refusal("calibration = true") == "my.toml cannot be used: `calibration` is not a table (write [calibration])."
+    )
+
+
+def test_calibration_and_its_json_are_each_other() -> None:
+    recipe = parse_recipe(
+        '[calibration]\nmethods = ["gptq", "clip"]\nseed = 3\n[[rule]]\nmatch = "head"\nscheme = "int8"', "x.toml"
+    )
+    assert recipe.calibration == Calibration(("clip", "gptq"), seed=3)
+    assert Recipe.from_json(recipe.to_json()) == recipe
+    assert "calibration" not in load_recipe("int8").to_json()
 
 
 def test_recipe_by_path(tmp_path: Path) -> None:
@@ -151,7 +265,7 @@ def test_recipe_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as caught:
         load_recipe("int9")
     text = str(caught.value)
-    assert text.startswith("recipe 'int9' is not known: use one of fp16, int8, int8-block32, m8")
+    assert text.startswith("recipe 'int9' is not known: use one of fp16, int4-block32, int8, int8-block32, ")
     assert text.endswith(", or the path of a .toml file.")
     path = tmp_path / "none.toml"
     with pytest.raises(RecipeError) as caught:

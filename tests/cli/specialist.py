@@ -13,7 +13,9 @@ import pytest
 from anechain.bundle.manifest import Bundle, open_bundle, record_files, write_manifest
 from anechain.cli import bake as bake_module
 from anechain.cli import ship as ship_module
+from anechain.judge.baseline import Baseline, Profile
 from anechain.judge.evaluate import Comparison
+from anechain.judge.prepare import load_baseline
 from anechain.judge.score import CONDITIONS, Measurement, Run, Score, ScorePair, compared
 from anechain.judge.suite import Suite
 from tests.judge.self_suite import self_suite
@@ -120,6 +122,20 @@ def without_measuring(patch: pytest.MonkeyPatch, speed: float = 2.0, cost: float
 def without_drawing(patch: pytest.MonkeyPatch) -> None:
     """The card's HTML is not what is tested, and its plots take longer than all the rest."""
     patch.setattr(ship_module, "html", lambda card: "")
+
+
+def with_a_short_gate(patch: pytest.MonkeyPatch, prompts: int = 2) -> None:
+    """The first prompts of the baseline in place of all five: enough to refuse what is refused here."""
+
+    def load(bundle: Bundle, profile: Profile) -> Baseline:
+        whole = load_baseline(bundle, profile)
+        kept = whole.prompts[:prompts]
+        n = sum(len(p.positions) for p in kept)
+        return replace(
+            whole, prompts=kept, positions=whole.positions[:n], tokens=whole.tokens[:n], logits=whole.logits[:n]
+        )
+
+    patch.setattr(ship_module, "load_baseline", load)
 
 
 def card_of(world: World) -> dict[str, Any]:

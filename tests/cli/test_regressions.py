@@ -17,6 +17,7 @@ from tests.cli.specialist import (
     card_of,
     grafted,
     make_world,
+    with_a_short_gate,
     without_drawing,
     without_measuring,
 )  # fmt: skip
@@ -118,7 +119,6 @@ CONFIG, TEMPLATE = "config.json", "tokenizer_config.json"
 REGRESSIONS: dict[str, tuple[Callable[[World, Path], Path], int, str]] = {
     "the adapter is dropped": (lambda w, h: baked(h / "bundle", w.model, None), 1, "pp were lost"),
     "the adapter at half its strength": (with_adapter(alpha=4), 1, "pp were lost"),
-    "the adapter at double its strength": (with_adapter(alpha=16), 1, "pp were lost"),
     "another adapter": (with_adapter(size=0.2), 1, "pp were lost"),
     "an adapter without one of its modules": (
         with_adapter(modules={k: v for k, v in MODULES.items() if "down" not in k}), 1, "pp were lost"),
@@ -151,6 +151,7 @@ def test_a_regression_is_refused(
 ) -> None:
     make, code, said = REGRESSIONS[name]
     without_drawing(monkeypatch)
+    with_a_short_gate(monkeypatch)
     candidate = make(world, place)
     shutil.rmtree(world.root / "card", ignore_errors=True)
     without_measuring(monkeypatch)
@@ -172,6 +173,7 @@ def test_a_slow_or_a_costly_one_is_refused(
 ) -> None:
     without_measuring(monkeypatch, speed, cost)
     without_drawing(monkeypatch)
+    with_a_short_gate(monkeypatch)
     code, out, _ = anechain(*world.arguments(world.good))
     assert code == 1 and said in out and "REVERT" in out
 
@@ -184,6 +186,7 @@ def test_another_schema_or_system_prompt_is_refused(
     """Neither bundle does its task under them, so that none is better than the other."""
     without_measuring(monkeypatch)
     without_drawing(monkeypatch)
+    with_a_short_gate(monkeypatch)
     rows = [
         {"name": f.name, "prompt": f.input, "expect": f.text.contains[0], "split": f.split}
         for f in world.suite.fixtures

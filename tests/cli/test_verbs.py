@@ -86,7 +86,7 @@ def test_bake_reads_a_recipe_file(model: Path, anechain: Callable[..., Outcome],
     code, *_ = anechain("bake", model, "-o", tmp_path / "b", *SMALL, "--recipe", tmp_path / "mine.toml")
     assert code == 0
     recipe = open_bundle(tmp_path / "b").recipe
-    assert recipe.name == "mine" and str(recipe.scheme_for("layers.0.down")) == "int8-block32"
+    assert recipe.name == "mine" and str(recipe.scheme_for("layers.0.down", 1)) == "int8-block32"
 
 
 # -- gate --------------------------------------------------------------------------------------------------------------
@@ -236,3 +236,19 @@ def test_inspect_measures_the_files(bundle: Path, anechain: Callable[..., Outcom
     assert (code, err) == (0, "")
     assert out.startswith(f"{bundle}: llama, 1 layers, context 64, recipe fp16, from ")
     assert "block-000.mlpackage" in out and "the model's head is another matrix" in out
+
+
+def test_bench_measures_and_prints(bundle: Path, anechain: Callable[..., Outcome]) -> None:
+    short = ("--runs", 1, "--prompt", 8, "--tokens", 4)
+    code, out, err = anechain("bench", bundle, *short, "--json")
+    record = json.loads(out)
+    assert (code, err.count("bench: cpu exact")) == (0, 1)
+    keys = ("decode_tok_per_s", "prefill_tok_per_s", "first_token_ms", "load_ms", "peak_rss_bytes")
+    assert all(record[key] > 0 for key in (*keys, "weight_bytes_per_token"))
+    code, out, _ = anechain("bench", bundle, *short, "--engine", "reference")
+    assert code == 0 and "reference" in out and "MB of weights a token: " in out and "others used " in out
+    assert anechain("bench", bundle, "--prompt", 10**6)[0] == 2
+    assert (
+        "--engine coreml is not known here: use cpu, openvino, reference."
+        in anechain("bench", bundle, "--engine", "coreml")[2]
+    )

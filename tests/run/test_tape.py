@@ -9,6 +9,7 @@ import pytest
 
 from anechain.bundle.manifest import Bundle
 from anechain.bundle.program import Function, Op, Program, Value
+from anechain.bundle.spec import MASKED
 from anechain.errors import EngineError
 from anechain.run.chain import Chain, Session
 from anechain.run.engine import Engine
@@ -150,7 +151,7 @@ def test_a_step_allocates_nothing_that_stays_and_no_tensor(bundles: dict[str, Bu
     chain.feed(session, IDS[:40])
     feed, stage = chain._feeds["decode"], chain.stages[0]
     feed.fill(session.position)
-    inputs, outputs = {"hidden": feed.hidden[0], **feed.ports}, {"hidden_out": feed.hidden[1]}
+    inputs, outputs = {"hidden": feed.here(None), **feed.ports}, {"hidden_out": feed.advance(None)}
     for _ in range(3):
         stage.step("decode", inputs, session.states[0], outputs)
     tracemalloc.start()
@@ -254,6 +255,27 @@ def test_a_program_that_reads_what_it_writes() -> None:
         places = {n: np.array([7, 7, begin + d, 7], np.int32) for n, d in (("begin", 0), ("end", 2))}
         stage.step("decode", {"x": np.full((1, 1, 2, 3), number, F16), **places}, state, {"out": out})
         assert out[0, 0, :, 1].tolist() == state.packages[0]["kv"][0, 0, :, 2].tolist() == expected
+
+
+@pytest.mark.parametrize("function", ["decode", "prefill"])
+def test_a_mask_may_have_holes_and_other_values(function: str, bundles: dict[str, Bundle]) -> None:
+    """What a chain never says: some cells in between hidden, others lowered, and rows that differ."""
+    gave = []
+    for engine in (TapeEngine("exact"), ReferenceEngine()):
+        chain = Chain(bundles["int8"], engine, stitched=False)
+        session = chain.start()
+        chain.feed(session, IDS[:70])
+        feed = chain._feeds[function]
+        feed.fill(70)
+        rng = np.random.default_rng(8)
+        feed.here(None)[...] = rng.standard_normal(feed.here(None).shape)
+        mask = feed.ports["mask"]
+        mask[..., :70] = rng.choice([0, -1.5, MASKED], mask[..., :70].shape)
+        inputs, outputs = {"hidden": feed.here(None), **feed.ports}, {"hidden_out": feed.advance(None)}
+        chain.stages[0].step(function, inputs, session.states[0], outputs)
+        gave.append(outputs["hidden_out"][0, 0].astype(np.float32))
+    assert gave[0].std() > 0.5
+    assert deviation(*gave) < CPU_EXACT["fp16"]
 
 
 # -- edges -------------------------------------------------------------------------------------------------------------

@@ -8,15 +8,16 @@ import numpy as np
 
 from anechain.bundle.form import Form
 from anechain.bundle.program import Function, Op, Program, read_program
-from anechain.bundle.quant import Quantized
 from anechain.bundle.recipe import Recipe
 from anechain.bundle.spec import DECODE, FORM, PREFILL, WRITE, ModelSpec, Ports, head_ports, ports_of
+from anechain.bundle.stored import Corrected, Palettized, Quantized, Stored, expanded
 from anechain.errors import BundleError
 
 # Every op that graph.py writes. Another one means that something rewrote the program.
 ALLOWED = frozenset(
     (
-        *("abs", "add", "cast", "concat", "constexpr_blockwise_shift_scale", "conv", "coreml_update_state"),
+        *("abs", "add", "cast", "concat", "constexpr_blockwise_shift_scale", "constexpr_lut_to_dense", "conv"),
+        *("coreml_update_state",),
         *("dequantize", "gelu", "matmul", "maximum", "mul", "quantize", "read_state", "real_div", "reduce_max"),
         *("reduce_mean", "reduce_sum", "reshape", "rsqrt", "silu", "slice_update", "softmax", "split", "sub"),
         "transpose",
@@ -28,10 +29,11 @@ ONLY = {
 }  # fmt: skip
 # Above the largest form (q/k norms, sandwich norms, int8: 123 ops a layer, 26 a function), which the tests count.
 OPS_PER_LAYER, OPS_PER_FUNCTION = 125, 30
+OPS_PER_CORRECTION = 3
 # Results that are fp16 in a program that computes in fp32: its edges.
 EDGES = frozenset(("cast", "read_state", "slice_update", "coreml_update_state"))
 
-Weights = Mapping[str, np.ndarray | Quantized]
+Weights = Mapping[str, Stored]
 
 
 def check_block(
@@ -59,6 +61,7 @@ def check_head(path: Path, spec: ModelSpec, recipe: Recipe, weights: Weights, fo
 def _check(path: Path, wanted: Mapping[str, Ports], recipe: Recipe, weights: Weights, form: Form, ceiling: int) -> None:
     program = read_program(path)
     functions = program.functions
+    ceiling += OPS_PER_CORRECTION * sum(isinstance(weight, Corrected) for weight in weights.values())
     faults = [] if set(functions) == set(wanted) else [f"its functions are {', '.join(sorted(functions))}"]
     where: dict[str, list[str]] = {}
     for name, ports in wanted.items():
@@ -164,15 +167,18 @@ def _weight_faults(function: Function, recipe: Recipe, weights: Weights) -> list
             for name in names:
                 readers.setdefault(name, []).append(f"{parameter} of the {op.type} {op.name}")
     faults = []
-    for name, wanted in weights.items():
+    wide = np.float16 if recipe.compute == "fp16" else np.float32
+    for name, wanted in expanded(weights).items():
         stem = name.replace(".", "_")
-        if isinstance(wanted, Quantized):
+        if not isinstance(wanted, np.ndarray):
             stem += "_dense"
             expression = expressions.get(stem)
-            scale = wanted.scale.astype(np.float16 if recipe.compute == "fp16" else np.float32)
-            parts = [(p, _argument(function, expression, p), w) for p, w in (("data", wanted.data), ("scale", scale))]
-            if expression and (more := sorted(set(expression.inputs) - {"data", "scale"})):
-                faults.append(f"{name} has {', '.join(more)} beside data and scale")
+            meanings = _arguments(wanted, wide)
+            parts = [(p, _argument(function, expression, p), w) for p, w in meanings.items()]
+            if expression and (more := sorted(set(expression.inputs) - set(meanings))):
+                faults.append(f"{name} has {', '.join(more)} beside {' and '.join(meanings)}")
+            if expression and (packed := _packing(function, expression)) != wanted.bits:
+                faults.append(f"{name} is stored in {packed} bits, not {wanted.bits}")
         else:
             parts = [("value", function.consts.get(stem), wanted)]
         for part, stored, meant in parts:
@@ -189,6 +195,19 @@ def _weight_faults(function: Function, recipe: Recipe, weights: Weights) -> list
         if readers.get(stem, []) != [reader] and all(stored is not None for _, stored, _ in parts):
             faults.append(f"{name} is {', '.join(readers.get(stem, ['read by no op']))}, not the {reader}")
     return faults
+
+
+def _arguments(weight: Quantized | Palettized, wide: type[np.floating]) -> dict[str, np.ndarray]:
+    """What the op that spells out a compressed weight is given."""
+    if isinstance(weight, Palettized):
+        return {"indices": weight.indices, "lut": weight.table.astype(wide)}
+    return {"data": weight.data, "scale": weight.scale.astype(wide)}
+
+
+def _packing(function: Function, op: Op) -> int:
+    """Bits that each element of a compressed weight takes in the file."""
+    name = op.inputs["indices" if op.type == "constexpr_lut_to_dense" else "data"][0]
+    return int(function.packed[name].lstrip("uint")) if name in function.packed else 8
 
 
 def _argument(function: Function, op: Op | None, parameter: str) -> np.ndarray | None:

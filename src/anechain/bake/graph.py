@@ -15,7 +15,6 @@ from coremltools.converters.mil.mil import Builder as mb
 from coremltools.converters.mil.mil import Function, Program, types
 
 from anechain.bundle.form import Form
-from anechain.bundle.quant import Quantized
 from anechain.bundle.recipe import Recipe
 from anechain.bundle.spec import (
     DECODE,
@@ -31,16 +30,19 @@ from anechain.bundle.spec import (
     kind_suffix,
     ports_of,
 )
+from anechain.bundle.stored import Palettized, Stored, expanded
 
 # fp32 holds everything; fp16 needs rows to stay above the subnormals when they are divided by their maximum.
 NORM_FLOOR = 2.0**-10
 
-Weight = np.ndarray | Quantized
-Weights = Mapping[str, Weight]
+Weights = Mapping[str, Stored]
 Var = Any  # coremltools' own Var carries no types
 
 _MIL = {"fp16": types.fp16, "fp32": types.fp32, "int32": types.int32, "int8": types.int8}
 _OPSET = {9: target.iOS18, 10: target.iOS26}  # of a version of the format
+# The dtypes that tell coremltools how many bits of each byte are stored.
+_SIGNED = {8: np.int8, 4: types.np_int4_dtype}
+_PLACES = {8: np.uint8, 6: types.np_uint6_dtype, 4: types.np_uint4_dtype}
 
 
 def block_program(
@@ -54,7 +56,7 @@ def block_program(
 ) -> Program:
     """The program of a package that holds `layers`: `decode` takes one token, `prefill` that many, if it is not 0.
 
-    `weights` maps canonical names to float arrays or Quantized, already scaled by `spec.stream_scale` where the
+    `weights` maps canonical names to float arrays or compressed ones, already scaled by `spec.stream_scale` where the
     residual stream is written. Both functions name the same weights, so that one copy is stored.
     """
     functions = {}
@@ -152,7 +154,7 @@ class _Graph:
     """The vocabulary of one function: how each part of a transformer is written in MIL, at the recipe's precision."""
 
     def __init__(self, spec: ModelSpec, recipe: Recipe, query: int, weights: Weights) -> None:
-        self.spec, self.query, self._weights = spec, query, weights
+        self.spec, self.query, self._weights = spec, query, expanded(weights)
         self._norm = recipe.norm
         self._dtype = "fp16" if recipe.compute == "fp16" else "fp32"
         self._consts: dict[str, Var] = {}
@@ -214,23 +216,32 @@ class _Graph:
         return self.const(name, weight.astype(self._float).reshape(shape))
 
     def matrix(self, name: str) -> Var:
-        """[O, I, 1, 1]: a plain constant, or int8 data with its scales."""
+        """[O, I, 1, 1]: a plain constant, steps with their scales, or places in tables."""
         weight = self._weights[name]
         if isinstance(weight, np.ndarray):
             return self.const(name, weight.astype(self._float)[:, :, None, None])
-        data = self.const(f"{name}.data", weight.data[:, :, None, None])
+        dense = f"{name.replace('.', '_')}_dense"
+        if isinstance(weight, Palettized):
+            places = self.const(f"{name}.indices", weight.indices.astype(_PLACES[weight.bits])[:, :, None, None])
+            table = self.const(f"{name}.table", weight.table.astype(self._float)[:, None, None, None, :, None])
+            return mb.constexpr_lut_to_dense(indices=places, lut=table, name=dense)
+        data = self.const(f"{name}.data", weight.data.astype(_SIGNED[weight.bits])[:, :, None, None])
         scale = self.const(f"{name}.scale", weight.scale.astype(self._float)[:, :, None, None])
-        return mb.constexpr_blockwise_shift_scale(data=data, scale=scale, name=f"{name.replace('.', '_')}_dense")
+        return mb.constexpr_blockwise_shift_scale(data=data, scale=scale, name=dense)
 
     # Parts
 
     def linear(self, x: Var, name: str) -> Var:
-        """x [1, I, 1, Q] -> [1, O, 1, Q]; with the bias if the model has one."""
-        op = name.replace(".", "_") + "_out"
-        bias = f"{name}_bias"
+        """x [1, I, 1, Q] -> [1, O, 1, Q]; with the bias if the model has one, and the correction if the weight has."""
+        stem, bias = name.replace(".", "_"), f"{name}_bias"
         if bias in self._weights:
-            return mb.conv(x=x, weight=self.matrix(name), bias=self._bias(bias), pad_type="valid", name=op)
-        return mb.conv(x=x, weight=self.matrix(name), pad_type="valid", name=op)
+            y = mb.conv(x=x, weight=self.matrix(name), bias=self._bias(bias), pad_type="valid", name=f"{stem}_out")
+        else:
+            y = mb.conv(x=x, weight=self.matrix(name), pad_type="valid", name=f"{stem}_out")
+        if f"{name}.correction" not in self._weights:
+            return y
+        rest = self.linear(self.linear(x, f"{name}.correction_in"), f"{name}.correction")  # [1, r, 1, Q], [1, O, 1, Q]
+        return mb.add(x=y, y=rest, name=f"{stem}_corrected")
 
     def _bias(self, name: str) -> Var:
         weight = self._weights[name]

@@ -9,7 +9,7 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -26,7 +26,8 @@ from anechain.bake import place
 from anechain.bake.lora import Merged, open_merged
 from anechain.bake.source import Source, open_source
 from anechain.bake.survival import Figures, summary, survival
-from anechain.bundle.embedding import SCALE, TABLE
+from anechain.bundle.embedding import PALETTE, SCALE, TABLE
+from anechain.bundle.footprint import matrix_bytes
 from anechain.bundle.form import INT8_PORTS, STATE_UPDATES, TARGETS, Form, StateUpdate, form_of
 from anechain.bundle.manifest import (
     HEAD,
@@ -38,8 +39,8 @@ from anechain.bundle.manifest import (
     open_bundle,
     write_manifest,
 )
-from anechain.bundle.quant import storage_bytes
 from anechain.bundle.recipe import Recipe
+from anechain.bundle.rounded import Rounded
 from anechain.bundle.spec import ModelSpec, matrices_of
 from anechain.errors import BundleError, RecipeError, RequestError, SourceError
 
@@ -70,6 +71,8 @@ class Plan:
     state_update: StateUpdate = "slice"
     int8_boundaries: bool = False  # hidden states between packages in int8
     boundary_scales: tuple[float, ...] = ()  # then one for each boundary, as calibrated
+    rounded_file: str | None = None  # tensors that were rounded beforehand, for a recipe with a calibration
+    calibration: Mapping[str, Any] | None = None  # what they were rounded by, and the file's hash
 
     def form(self, job: str) -> Form:
         """How the package of `job` is written."""
@@ -107,20 +110,13 @@ class Plan:
         """Two bakes with the same key give the same bytes: a hash over everything that decides them."""
         decided = {**asdict(self), "recipe": self.recipe.to_json(), "tools": tools()}
         # Where it lies does not decide what it is, nor does what was measured to decide the spec.
-        del decided["ref"], decided["adapter_ref"], decided["stream_peak"]
+        del decided["ref"], decided["adapter_ref"], decided["stream_peak"], decided["rounded_file"]
         return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()
 
 
 def tools() -> dict[str, str]:
     """Versions of what writes the bytes."""
     return {name: version(name) for name in ("anechain", "coremltools", "numpy")}
-
-
-def matrix_bytes(name: str, shape: tuple[int, int], recipe: Recipe) -> int:
-    """Bytes that a matrix takes under the recipe; a table on the host is never wider than fp16."""
-    scheme = recipe.scheme_for(name)
-    wide = recipe.compute == "fp32" and name != "embed"
-    return storage_bytes(shape, scheme) * (2 if wide and scheme.bits == 16 else 1)
 
 
 def make_plan(
@@ -171,7 +167,9 @@ def make_plan(
             "this cannot be baked: --activations int8 is for what packages hand on to each other, and all layers are "
             "in one package (use --layers-per-package with a smaller number)."
         )
-    shared = spec.tied and recipe.compute == "fp16" and recipe.scheme_for("embed") == recipe.scheme_for("head")
+    size = spec.vocab_size * spec.hidden_size
+    same = recipe.scheme_for("embed", size) == recipe.scheme_for("head", size)
+    shared = spec.tied and recipe.compute == "fp16" and same
     texts = hashlib.sha256(repr(sorted(source.text_files.items())).encode()).hexdigest()
     adapter = source.adapter if isinstance(source, Merged) else None
     return Plan(
@@ -216,6 +214,8 @@ def bake(
     bundle (it sees the tokenizer's files in `tokenizer/` below it). Raises BundleError when `out` holds something else,
     is being baked by another process, or cannot be written.
     """
+    if plan.recipe.calibration is not None and plan.rounded_file is None:
+        raise RecipeError(f"recipe {plan.recipe.name!r} is calibrated, and this bake was given no rounded weights.")
     place.check_place(out, plan.ref, plan.adapter_ref)
     if not force:
         place.check_unforced(out, plan.key)
@@ -235,7 +235,7 @@ def bake(
 
 def _beginnings(job: str) -> tuple[str, ...]:
     """How the paths of a job's files begin."""
-    return (*((TABLE, SCALE) if job == EMBEDDING else (f"{job}/",)), _figures_file(job))
+    return (*((TABLE, SCALE, PALETTE) if job == EMBEDDING else (f"{job}/",)), _figures_file(job))
 
 
 def _figures_file(job: str) -> str:
@@ -276,7 +276,7 @@ def _bake(
     bundle = Bundle(
         out, plan.spec, plan.recipe, plan.context, plan.prefill, plan.target, plan.ref, plan.fingerprint,
         plan.blocks, embedding, tools(), plan.key, files, _provenance(source, plan, out),
-        plan.stream_peak, plan.state_update, plan.boundary_scales,
+        plan.stream_peak, plan.state_update, plan.boundary_scales, plan.calibration,
     )  # fmt: skip
     write_manifest(bundle)
     place.end(out)
@@ -372,14 +372,15 @@ def run_job(plan: Plan, job: str, out: Path) -> dict[str, FileRecord]:
 
     with place.private(out, job) as folder:
         source = open_source(plan.ref) if plan.adapter_ref is None else _with_adapter(plan.ref, plan.adapter_ref)
+        rounded = Rounded(Path(plan.rounded_file)) if plan.rounded_file else None
         if job == EMBEDDING:
             package.make_embedding(source, plan.recipe, folder)
         elif job == HEAD:
-            package.make_head(source, plan.spec, plan.recipe, folder / HEAD, plan.form(HEAD))
+            package.make_head(source, plan.spec, plan.recipe, folder / HEAD, plan.form(HEAD), rounded)
         else:
             layers = next(b.layers for b in plan.blocks if b.file == job)
             form, path = plan.form(job), folder / job
-            package.make_block(source, plan.spec, plan.recipe, layers, plan.context, plan.prefill, path, form)
+            package.make_block(source, plan.spec, plan.recipe, layers, plan.context, plan.prefill, path, form, rounded)
         if isinstance(source, Merged):
             figures = survival(source, plan.recipe, plan.job_matrices(job))
             (folder / _figures_file(job)).write_text(json.dumps(figures, indent=1), encoding="utf-8")

@@ -8,13 +8,15 @@ With W the base's matrix, D what the adapter adds to it, Q the rounding to what 
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from anechain.bake.lora import Merged
-from anechain.bundle.quant import dequantize, quantize
 from anechain.bundle.recipe import Recipe, Scheme
+from anechain.bundle.spec import matrices_of
+from anechain.bundle.stored import compress, dense
 
 LOW = 0.5  # below it, rounding moves a matrix more than the adapter does
 MAX_ROWS = 512  # of a matrix that are rounded for the figures, evenly spaced; all would take longer than the bake
@@ -30,7 +32,8 @@ def survival(merged: Merged, recipe: Recipe, matrices: Iterable[str]) -> Figures
         tensor = "embed" if name == "head" and merged.spec.tied else name
         if tensor in merged.changes:
             wide = recipe.compute == "fp32" and name != "embed"  # the host looks up fp16 rows
-            found = compare(merged, tensor, _stored(recipe.scheme_for(name), wide, name))
+            outputs, inputs = matrices_of(merged.spec)[name]
+            found = compare(merged, tensor, _stored(recipe.scheme_for(name, outputs * inputs), wide, name))
             if found is not None:
                 figures[name] = found
     return figures
@@ -57,7 +60,10 @@ def compare(merged: Merged, tensor: str, stored: Callable[[np.ndarray], np.ndarr
 
 def _stored(scheme: Scheme, wide: bool, name: str) -> Callable[[np.ndarray], np.ndarray]:
     if scheme.bits != 16:
-        return lambda rows: dequantize(quantize(rows, scheme, name))
+        if scheme.granularity == "group":  # the rows that are looked at fill no groups
+            scheme = replace(scheme, granularity="tensor", block=0)
+        scheme = replace(scheme, rank=0)  # what a correction brings back is not counted
+        return lambda rows: dense(compress(rows, scheme, name))
     return lambda rows: rows if wide else rows.astype(np.float16)
 
 

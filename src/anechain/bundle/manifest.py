@@ -62,6 +62,7 @@ class Bundle:
     stream_peak: float | None = None  # the largest absolute value seen in the original's residual stream, unscaled
     state_update: StateUpdate = "slice"
     boundary_scales: tuple[float, ...] = ()  # int8 between packages: a scale for each boundary; none for fp16
+    calibration: Mapping[str, Any] | None = None  # what the weights were rounded by: hash and size of the text, a hash
 
     @property
     def block_paths(self) -> list[Path]:
@@ -93,6 +94,7 @@ class Bundle:
             "key": self.key,
             "adapter": None if self.adapter is None else dict(self.adapter),
             "stream_peak": self.stream_peak,
+            "calibration": None if self.calibration is None else dict(self.calibration),
             "files": {name: {"bytes": r.bytes, "sha256": r.sha256} for name, r in sorted(self.files.items())},
         }
 
@@ -134,6 +136,7 @@ def open_bundle(path: Path, verify_hashes: bool = False) -> Bundle:
             boundary_scales=tuple(data.get("boundary_scales", ())),
             adapter=data.get("adapter"),
             stream_peak=data.get("stream_peak"),
+            calibration=data.get("calibration"),
         )
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecipeError) as error:
         raise BundleError(

@@ -10,9 +10,8 @@ import numpy as np
 from anechain.bundle.recipe import Scheme
 from anechain.errors import RecipeError
 
-_TOP = 127  # int8 without -128, so that the range is symmetric
 _MIN_SCALE = np.float16(2.0**-14)  # the smallest normal fp16: hardware may take anything smaller for zero
-_MAX_SCALE = np.float16(515.5)  # the largest whose 127 steps are still finite in fp16
+_MAX_SCALE = {8: np.float16(515.5), 4: np.float16(9352.0)}  # the largest whose `top` steps are still finite in fp16
 _SLAB = 2**22  # elements that are widened to float32 at a time; a vocabulary would take 600 MB at once
 
 
@@ -20,37 +19,53 @@ _SLAB = 2**22  # elements that are widened to float32 at a time; a vocabulary wo
 class Quantized:
     """A matrix as whole steps of a scale: row o, column i is `data[o, i] * scale[o, i // block]`.
 
-    `data` [O, I] int8; `scale` [O, 1] (one per output channel) or [O, I / block] fp16, always normal and positive.
+    `data` [O, I] int8, of `bits` 8 or 4; `scale` [O, 1] (one per output channel) or [O, I / block] fp16, always normal
+    and positive.
     """
 
     data: np.ndarray
     scale: np.ndarray
+    bits: int = 8
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.data.shape[0], self.data.shape[1]
+
+
+def top(bits: int) -> int:
+    """The largest step: 127 or 7. Not -128 or -8, so that the range is symmetric."""
+    return int(2 ** (bits - 1) - 1)
 
 
 def quantize(weight: np.ndarray, scheme: Scheme, name: str = "a matrix") -> Quantized:
     """Rounds to the nearest step; `weight` [O, I] of any float dtype, which is first rounded to fp16.
 
-    Data and scales are those of `coremltools.optimize.coreml.linear_quantize_weights` (linear symmetric, int8, per
-    channel or per block, of an fp16 weight) bit for bit wherever its scale is a normal fp16 number. Where that scale is
-    subnormal or zero, this one is the smallest normal number, and 1 for rows (or blocks) of zeros; where it overflows
-    (magnitudes above 32 752), this one does not.
+    Data and scales are those of `coremltools.optimize.coreml.linear_quantize_weights` (linear symmetric, int8 or int4,
+    per channel or per block, of an fp16 weight) bit for bit wherever its scale is a normal fp16 number. Where that
+    scale is subnormal or zero, this one is the smallest normal number, and 1 for rows (or blocks) of zeros; where it
+    overflows (magnitudes above 32 752), this one does not.
 
     Raises RecipeError, with `name`, for a weight that is not finite in fp16, is no matrix or is not divided by the
-    scheme's blocks, and for a scheme that is not int8.
+    scheme's blocks, and for a scheme that is not linear.
     """
-    if weight.ndim != 2 or weight.size == 0:
-        raise RecipeError(f"{name} cannot be quantised, because it has the shape {list(weight.shape)}: keep it fp16.")
-    rows, columns = weight.shape
+    rows, columns = matrix_shape(weight, name)
     block = _block_size(columns, scheme, name)
     data = np.empty((rows, columns), np.int8)
     scale = np.empty((rows, columns // block), np.float16)
     slab = max(1, _SLAB // columns)
-    for top in range(0, rows, slab):
-        part = slice(top, top + slab)
-        blocks = _finite(weight[part], name, top).reshape(-1, columns // block, block)  # [rows, blocks, block] f32
-        scale[part] = _scale_of(blocks)
-        data[part] = _nearest(blocks, scale[part]).reshape(-1, columns)
-    return Quantized(data, scale)
+    for first in range(0, rows, slab):
+        part = slice(first, first + slab)
+        blocks = finite(weight[part], name, first).reshape(-1, columns // block, block)  # [rows, blocks, block] f32
+        scale[part] = _scale_of(blocks, scheme.bits)
+        data[part] = _nearest(blocks, scale[part], scheme.bits).reshape(-1, columns)
+    return Quantized(data, scale, scheme.bits)
+
+
+def matrix_shape(weight: np.ndarray, name: str) -> tuple[int, int]:
+    """(outputs, inputs) of `weight`; raises RecipeError, with `name`, when it is no matrix."""
+    if weight.ndim != 2 or weight.size == 0:
+        raise RecipeError(f"{name} cannot be quantised, because it has the shape {list(weight.shape)}: keep it fp16.")
+    return weight.shape[0], weight.shape[1]
 
 
 def dequantize(quantized: Quantized) -> np.ndarray:
@@ -59,25 +74,17 @@ def dequantize(quantized: Quantized) -> np.ndarray:
     rows, columns = data.shape
     weight = np.empty((rows, columns), np.float16)
     slab = max(1, _SLAB // columns)
-    for top in range(0, rows, slab):
-        part = slice(top, top + slab)
+    for first in range(0, rows, slab):
+        part = slice(first, first + slab)
         blocks = data[part].reshape(-1, scale.shape[1], columns // scale.shape[1])  # [rows, blocks, block]
         weight[part] = (blocks * scale[part, :, None].astype(np.float32)).reshape(-1, columns)
     return weight
 
 
-def storage_bytes(shape: tuple[int, int], scheme: Scheme) -> int:
-    """Bytes that a matrix [O, I] and its scales take in the weight file of a program that computes in fp16."""
-    rows, columns = shape
-    if scheme.bits == 16:
-        return 2 * rows * columns
-    return rows * columns + 2 * rows * (columns // _block_size(columns, scheme, "a matrix"))
-
-
 def _block_size(columns: int, scheme: Scheme, name: str) -> int:
     """How many inputs share a scale."""
-    if scheme.bits != 8 or scheme.granularity == "tensor":
-        raise RecipeError(f"{name} cannot be quantised as {scheme.granularity} {scheme}: use int8 or int8-blockN.")
+    if scheme.kind != "linear" or scheme.bits not in _MAX_SCALE or scheme.granularity == "tensor":
+        raise RecipeError(f"{name} cannot be quantised as {scheme}: use int8, int4 or one of them with -blockN.")
     if scheme.granularity == "channel":
         return columns
     if columns % scheme.block:
@@ -87,8 +94,8 @@ def _block_size(columns: int, scheme: Scheme, name: str) -> int:
     return scheme.block
 
 
-def _finite(weight: np.ndarray, name: str, top: int) -> np.ndarray:
-    """`weight` rounded to fp16, as float32; raises RecipeError when that is not finite. Its first row is row `top`."""
+def finite(weight: np.ndarray, name: str, first: int = 0) -> np.ndarray:
+    """`weight` rounded to fp16, as float32; raises RecipeError when that is not finite. Its first row is `first`."""
     with np.errstate(over="ignore"):
         half = weight.astype(np.float16)
     bad = np.argwhere(~np.isfinite(half))
@@ -96,23 +103,23 @@ def _finite(weight: np.ndarray, name: str, top: int) -> np.ndarray:
         row, column = bad[0]
         value = weight[row, column]
         raise RecipeError(
-            f"{name} cannot be quantised, because the value {value} at row {top + row}, column {column} "
+            f"{name} cannot be quantised, because the value {value} at row {first + row}, column {column} "
             "is not finite in fp16: correct the checkpoint."
         )
     return half.astype(np.float32)
 
 
-def _scale_of(blocks: np.ndarray) -> np.ndarray:
-    """[rows, blocks, block] f32 -> [rows, blocks] fp16: the largest magnitude is the 127th step."""
+def _scale_of(blocks: np.ndarray, bits: int) -> np.ndarray:
+    """[rows, blocks, block] f32 -> [rows, blocks] fp16: the largest magnitude is the last step."""
     largest = np.abs(blocks).max(axis=2)  # [rows, blocks] f32
-    scale = np.clip((largest / np.float32(_TOP)).astype(np.float16), _MIN_SCALE, _MAX_SCALE)
+    scale = np.clip((largest / np.float32(top(bits))).astype(np.float16), _MIN_SCALE, _MAX_SCALE[bits])
     return np.where(largest == 0, np.float16(1), scale)
 
 
-def _nearest(blocks: np.ndarray, scale: np.ndarray) -> np.ndarray:
+def _nearest(blocks: np.ndarray, scale: np.ndarray, bits: int) -> np.ndarray:
     """[rows, blocks, block] f32 and [rows, blocks] fp16 -> int8 steps, ties to even.
 
     The quotient is rounded to fp16 before it is rounded to a whole number: coremltools divides in the weight's dtype.
     """
     quotient = (blocks / scale[:, :, None].astype(np.float32)).astype(np.float16)
-    return np.clip(np.rint(quotient), -_TOP, _TOP).astype(np.int8)
+    return np.clip(np.rint(quotient), -top(bits), top(bits)).astype(np.int8)

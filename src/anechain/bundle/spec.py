@@ -106,6 +106,13 @@ def layer_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def stream_writers(spec: ModelSpec) -> frozenset[str]:
+    """The parts of a layer whose results go into the residual stream: they carry `stream_scale`."""
+    if spec.sandwich_norms:
+        return frozenset(("attn_post_norm", "ffn_post_norm"))
+    return frozenset(("o", "o_bias", "down", "down_bias"))
+
+
 LAYER_MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 
 

@@ -22,13 +22,14 @@ from anechain.cli import (
     score,
     serve,
     ship,
+    tune,
 )
 from anechain.errors import AnechainError
 
 INTERRUPTED = 130  # what typer returns for a KeyboardInterrupt, and shells expect
 
 app = typer.Typer(name="anechain", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-for verb in (bake, gate, lint, plan, run, chat, serve, eval, score, bench, ship, inspect, merge, doctor, demo):
+for verb in (bake, gate, lint, plan, run, chat, serve, eval, score, bench, ship, inspect, merge, doctor, demo, tune):
     app.command()(getattr(verb, verb.__name__.rpartition(".")[2]))
 
 

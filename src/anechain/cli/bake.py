@@ -13,6 +13,7 @@ from anechain.bake.lora import Merged, open_merged
 from anechain.bake.native_parts import check_native_parts
 from anechain.bake.place import check_place
 from anechain.bake.survival import warning
+from anechain.bundle.footprint import footprint
 from anechain.bundle.form import TARGETS
 from anechain.bundle.manifest import Bundle
 from anechain.bundle.recipe import load_recipe
@@ -75,12 +76,15 @@ def bake(
         "stream_peak": bundle.stream_peak,
         "stream_scale": bundle.spec.stream_scale,
         "adapter": None if bundle.adapter is None else dict(bundle.adapter),
+        "calibration": None if bundle.calibration is None else dict(bundle.calibration),
+        "left_fp16": left_fp16(bundle),
         "wall_s": round(time.perf_counter() - started, 2),
     }
     if as_json:
         print_json(record)
         return
     err.print(f"{output}: {record['packages']} packages, {megabytes(folder(output))}, {record['wall_s']:.1f} s")
+    err.print(footprint(bundle.spec, bundle.recipe).note)
     if bundle.spec.stream_scale != 1:
         err.print(
             f"the residual stream reaches {bundle.stream_peak:.0f}, too near to the 65504 that fp16 holds: it is "
@@ -88,6 +92,18 @@ def bake(
         )
     for profile in (p for p in PROFILES if p not in record["baselines"]):
         err.print(f"no {profile} baseline: its prompts do not fit into a context of {context}")
+
+
+def left_fp16(bundle: Bundle) -> dict[str, Any]:
+    """What the recipe leaves in fp16, and its share of the matrices' bytes."""
+    size = footprint(bundle.spec, bundle.recipe)
+    return {
+        "matrices": list(size.left),
+        "bytes": size.left_bytes,
+        "share": size.left_bytes / size.bytes,
+        "of_fp16": size.share,
+        "block_weights_at_8_bits": size.eight_bit_share,
+    }
 
 
 def bake_bundle(
@@ -122,5 +138,11 @@ def bake_bundle(
         err.print(f"warning: --target {target}: rule {rule.id}: {rule.what}; {rule.fix} (published: {rule.source})")
     with progress(f"bake {plan.recipe.name}") as packages:
         return bake_with_baselines(
-            source, plan, output, jobs, force, packages, lambda d, t, p: packages(d, t, f"{p} baseline")
+            source,
+            plan,
+            output,
+            jobs,
+            force,
+            packages,
+            lambda d, t, p: packages(d, t, f"{p} baseline" if p in PROFILES else p),
         )

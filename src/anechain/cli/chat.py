@@ -21,8 +21,8 @@ from anechain.run.tokenizer import Tokenizer
 def chat(
     bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="a folder that `anechain bake` made")],
     system: Annotated[str | None, typer.Option(help="the system prompt, instead of the template's own")] = None,
-    engine: Annotated[str, typer.Option(help="cpu, reference or coreml")] = "cpu",
-    fast: Annotated[bool, typer.Option(help="cpu: bf16 arithmetic where the machine has it")] = False,
+    engine: Annotated[str, typer.Option(help="cpu, openvino, reference or coreml")] = "cpu",
+    fast: Annotated[bool, typer.Option(help="cpu: quicker and coarser")] = False,
     compute_units: Annotated[str, typer.Option(help="coreml: cpu-and-ne (the default), all, cpu-and-gpu, cpu")] = "",
     max_tokens: Annotated[int, typer.Option(help="the longest answer")] = 512,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token")] = 0.0,

@@ -4,13 +4,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 from rich.table import Table
 
+from anechain.bundle.footprint import footprint
 from anechain.bundle.manifest import HEAD, Bundle, open_bundle
 from anechain.bundle.program import Function, read_program
 from anechain.bundle.spec import DECODE
+from anechain.cli.bake import left_fp16
 from anechain.cli.console import folder, megabytes, out, print_json
 
 
@@ -38,6 +39,8 @@ def inspect(
         "boundary_scales": list(opened.boundary_scales),
         "packages": packages,
         "embedding": _embedding(opened),
+        "left_fp16": left_fp16(opened),
+        "calibration": opened.calibration,
         "bytes": folder(bundle),
     }
     if as_json:
@@ -64,6 +67,9 @@ def inspect(
         totals.update(package["ops"][DECODE])
     out.print("ops of a decode step: " + ", ".join(f"{name} {count}" for name, count in totals.most_common()))
     out.print(record["embedding"]["note"])
+    out.print(footprint(opened.spec, opened.recipe).note)
+    if opened.calibration:
+        out.print(f"rounded by calibration on {opened.calibration['tokens']} tokens")
 
 
 def _package(path: Path, layers: str) -> dict[str, Any]:
@@ -79,14 +85,17 @@ def _package(path: Path, layers: str) -> dict[str, Any]:
 
 def weight_bytes(functions: list[Function]) -> dict[str, int]:
     """Bytes by dtype of the constants that lie in the weight file; what several functions share counts once."""
-    seen: dict[int, np.ndarray] = {}
+    seen: dict[int | str, tuple[str, int]] = {}
     for function in functions:
-        for value in function.consts.values():
-            if value.size >= 10 and value.dtype.kind in "fiu":  # smaller ones lie in the program itself
-                seen[value.__array_interface__["data"][0]] = value
+        for name, value in function.consts.items():
+            if name in function.packed:  # unpacked for each function apart: its name has to tell that it is the same
+                dtype = function.packed[name]
+                seen[name] = dtype, -(-value.size * int(dtype.lstrip("uint")) // 8)
+            elif value.size >= 10 and value.dtype.kind in "fiu":  # smaller ones lie in the program itself
+                seen[value.__array_interface__["data"][0]] = value.dtype.name, value.nbytes
     totals = Counter[str]()
-    for value in seen.values():
-        totals[value.dtype.name] += value.nbytes
+    for dtype, count in seen.values():
+        totals[dtype] += count
     return dict(totals)
 
 

@@ -20,8 +20,8 @@ from anechain.run.tokenizer import Tokenizer
 def run(
     bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="a folder that `anechain bake` made")],
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="the text to go on from")],
-    engine: Annotated[str, typer.Option(help="cpu, reference or coreml")] = "cpu",
-    fast: Annotated[bool, typer.Option(help="cpu: bf16 arithmetic where the machine has it")] = False,
+    engine: Annotated[str, typer.Option(help="cpu, openvino, reference or coreml")] = "cpu",
+    fast: Annotated[bool, typer.Option(help="cpu: quicker and coarser")] = False,
     compute_units: Annotated[str, typer.Option(help="coreml: cpu-and-ne (the default), all, cpu-and-gpu, cpu")] = "",
     max_tokens: Annotated[int, typer.Option(help="the longest answer")] = 64,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token")] = 0.0,

@@ -5,7 +5,7 @@ Profile `strict` judges what matters to a user: centred cosine, KL divergence, a
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -134,9 +134,14 @@ def run_gate(chain: Chain, baseline: Baseline, progress: Progress | None = None)
                 progress(len(steps), len(baseline.positions))
         if answer.kind == "greedy":
             free_running[answer.name] = _alone(chain, pieces[0], answer.tokens.tolist(), mine)
+    found = judged(baseline, steps, chain.engine.name)
+    return replace(found, reasons=(*found.reasons, overflow) if overflow else found.reasons, free_running=free_running)
+
+
+def judged(baseline: Baseline, steps: Sequence[Step], engine: str) -> Result:
+    """The verdict on every position of a baseline, whoever has computed them."""
     canary = steps[0].got == baseline.canary
-    reasons = _reasons(baseline.profile, steps, canary) + ([overflow] if overflow else [])
-    return Result(baseline.profile, chain.engine.name, tuple(steps), canary, tuple(reasons), free_running)
+    return Result(baseline.profile, engine, tuple(steps), canary, tuple(_reasons(baseline.profile, steps, canary)))
 
 
 def _pieces(answer: Answer) -> list[np.ndarray]:

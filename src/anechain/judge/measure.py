@@ -114,7 +114,7 @@ def _by_length(chain: Chain, ids: np.ndarray) -> list[dict[str, float]]:
 def _stages(chain: Chain, ids: np.ndarray) -> list[dict[str, Any]]:
     """Milliseconds of a token in each stage and in the head; by kind of work where the engine says that."""
     session = chain.start()
-    logits = chain.feed(session, ids[:64])
+    logits = chain.feed(session, ids[: max(1, min(64, chain.bundle.context - 2 * STEPS))])
     stages = [*chain.stages, chain.head]
     names = [f"{len(paths)} packages" if len(paths) > 1 else paths[0].name for paths in chain.packages]
     made = [{"stage": name, "ms": 0.0} for name in [*names, chain.bundle.head_path.name]]

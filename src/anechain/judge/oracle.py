@@ -104,6 +104,19 @@ class Oracle:
             record(spec.n_layers, hidden)
         return hidden
 
+    def resumed(self, layer: int, entering: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The rest of a pass without caches: what enters `layer` of each sequence [n_i, H] -> what leaves the last."""
+        spec = self.spec
+        positions = np.concatenate([np.arange(len(rows)) for rows in entering])
+        turns = [rotation(a.rope, spec.head_dim, positions) for a in spec.attentions]
+        ends = np.cumsum([len(rows) for rows in entering]).tolist()
+        spans = [slice(end - len(rows), end) for end, rows in zip(ends, entering, strict=True)]
+        x = np.concatenate(list(entering))  # [N, H]
+        for i in range(layer, spec.n_layers):
+            x = x + self._attention(i, x, turns[spec.layer_attention[i]], spans, [None] * len(spans))
+            x = x + self._ffn(i, x)
+        return [x[span] for span in spans]
+
     def logits(self, hidden: np.ndarray) -> np.ndarray:
         """Rows [n, H] that left the last layer -> [n, vocab_size] f32: the final norm, then the head."""
         rows = rms_norm(hidden, self._tensor("final_norm"), self.spec.rms_eps)  # [n, H]

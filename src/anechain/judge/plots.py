@@ -7,6 +7,7 @@ variable. The text is drawn as outlines: every browser shows the same widths.
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -116,17 +117,14 @@ def bytes_by_layer(parts: Sequence[Mapping[str, Any]]) -> str:
     """Weight bytes of each layer, and of embedding and head; `parts` are {"name", "bytes"}."""
 
     def draw(axes: "Axes") -> None:
-        names = [p["name"] for p in parts]
-        axes.bar(range(len(parts)), [p["bytes"] / 1e6 for p in parts], color=ROLES["first"], width=0.75)
-        # A label for every bar would overlap from some twenty on.
-        step = max(1, -(-len(parts) // 18))
-        shown = [i for i in range(len(parts)) if i % step == 0 or not names[i].isdigit()]
-        shown = [i for i in shown if not names[i].isdigit() or not any(0 < j - i < step for j in shown)]
-        axes.set_xticks(shown, [names[i] for i in shown])
-        for label in axes.get_xticklabels():
-            if not label.get_text().isdigit():
-                label.set_rotation(30)
-                label.set_ha("right")
+        layers = sum(part["name"].isdigit() for part in parts)
+        # What is no layer stands apart, far enough for its name.
+        apart = max(1.5, layers / 6)
+        places = [i if i < layers else layers + apart * (i - layers + 0.5) for i in range(len(parts))]
+        axes.bar(places, [p["bytes"] / 1e6 for p in parts], color=ROLES["first"], width=0.75)
+        step = max(1, -(-layers // 15))  # a label for every bar would overlap from some twenty on
+        shown = [i for i in range(len(parts)) if i >= layers or i % step == 0]
+        axes.set_xticks([places[i] for i in shown], [parts[i]["name"] for i in shown])
         axes.set_xlabel("layer")
         axes.set_ylabel("weights (MB)")
         axes.grid(axis="x", visible=False)
@@ -164,3 +162,13 @@ def _legend(axes: "Axes") -> None:
     """Above the axes, where it covers nothing."""
     count = len(axes.get_legend_handles_labels()[0])
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=min(count, 3), fontsize=8, borderaxespad=0.3)
+
+
+def png(draw: Callable[["Axes"], None], path: Path, size_in: tuple[float, float]) -> None:
+    """One plot as a PNG file on white, for places without a page."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size_in, layout="constrained")
+    draw(figure.add_subplot())
+    FigureCanvasAgg(figure).print_png(str(path))

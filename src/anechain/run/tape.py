@@ -1,9 +1,9 @@
 """The native CPU engine: the packages of a stage become one tape of instructions, which a small C library runs.
 
 Weights stay int8 or fp16, repacked once; results lie in one arena, planned when a stage is loaded; a step allocates
-nothing. What is not a matrix is computed in float32, and nothing is rounded between the ops of a package. The two modes
-differ where an int8 matrix meets activations: "exact" rounds them to 15 bits and "fast" to 8, with one scale for
-a few inputs (tape_graph.GROUPS). fp16 and fp32 matrices meet float32 activations in both.
+nothing. What is not a matrix is computed in float32, and nothing is rounded between the ops of a package. Where an int8
+matrix meets activations they are rounded to 15 bits, with one scale for 32 or 128 inputs; "fast" takes 8 bits where
+there are several tokens, that is for a prompt. fp16 and fp32 matrices meet float32 activations.
 """
 
 import mmap

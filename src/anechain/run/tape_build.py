@@ -47,7 +47,9 @@ class Tape:
 class Builder:
     """One function of a stage while it becomes a tape."""
 
-    def __init__(self, bits: int, programs: Sequence[Program], stage: StagePlan, name: str, matrices: Matrices) -> None:
+    def __init__(
+        self, bits: tuple[int, int], programs: Sequence[Program], stage: StagePlan, name: str, matrices: Matrices
+    ) -> None:
         self._plan = stage.steps[name]
         self._ports: dict[str, int] = {}
         self._boxes: list[tuple[int, Memory | str, Write, tuple[int, ...]]] = []
@@ -142,7 +144,7 @@ class Compiled:
     packed_bytes: int
 
 
-def compiled(programs: Sequence[Program], bits: int) -> Compiled:
+def compiled(programs: Sequence[Program], bits: tuple[int, int]) -> Compiled:
     plan, matrices = StagePlan(programs), Matrices()
     tapes = {name: Builder(bits, programs, plan, name, matrices).tape() for name in plan.steps}
     return Compiled(programs, tapes, matrices.jobs, matrices.size)

@@ -2,8 +2,7 @@
 
 An entry holds the tapes, their constants, and where in the packages the matrices are: a few megabytes. It is found by
 the program of each package, by its weight file (size, time of change, inode) and by the engine's own code, so that
-anything that changes makes another entry. The oldest are removed when there are many. The folder can be deleted at any
-time.
+anything that changes makes another entry. The oldest are removed when there are many; the folder can be deleted.
 """
 
 import hashlib
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from anechain.bundle.program import Function, Op, Program, Value
+from anechain.run.blend import Blend
 from anechain.run.stage_plan import READ, SLICE_UPDATE, UPDATE, Write
 from anechain.run.tape_build import Compiled, Place, Tape
 from anechain.run.tape_plan import ALIGNMENT, Code
@@ -33,7 +33,7 @@ def folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "anechain" / "tapes"
 
 
-def key_of(packages: Sequence[Path], bits: int) -> str | None:
+def key_of(packages: Sequence[Path], bits: tuple[int, int]) -> str | None:
     """None for packages whose files do not lie where they usually do: those are not kept."""
     digest = hashlib.sha256(f"{bits}".encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
@@ -123,7 +123,7 @@ class _Writer:
     def _tape(self, tape: Tape) -> dict[str, Any]:
         places = [
             {"slot": p.slot, "of": p.of, "shape": p.shape, "package": p.write.package, "state": _value(p.write.state),
-             "value": p.write.value, "slices": None if p.write.slices is None else _op(p.write.slices),
+             "value": p.write.value, "place": _where(p.write.place),
              "consts": {n: self._block(p.write.consts[n]) for n in _constants(p.write)}}
             for p in tape.places
         ]  # fmt: skip
@@ -185,8 +185,7 @@ class _Reader:
         places = []
         for p in made["places"]:
             consts = {name: self._array(block) for name, block in p["consts"].items()}
-            slices = None if p["slices"] is None else _read_op(p["slices"])
-            write = Write(p["package"], _read_value(p["state"]), p["value"], slices, consts)
+            write = Write(p["package"], _read_value(p["state"]), p["value"], _read_where(p["place"]), consts)
             places.append(Place(p["slot"], p["of"], write, tuple(p["shape"])))
         words, counted, constants = (self._array(made[part]) for part in ("words", "counted", "constants"))
         numbers = (made["slots"], made["arena_bytes"], made["scratch_bytes"])
@@ -194,9 +193,21 @@ class _Reader:
 
 
 def _constants(write: Write) -> list[str]:
-    if write.slices is None:
+    if not isinstance(write.place, Op):
         return []
-    return sorted({name for names in write.slices.inputs.values() for name in names} & set(write.consts))
+    return sorted({name for names in write.place.inputs.values() for name in names} & set(write.consts))
+
+
+def _where(place: Op | Blend | None) -> list[Any] | None:
+    if isinstance(place, Blend):
+        return ["blend", place.port, place.fresh, sorted(place.replaced)]
+    return None if place is None else ["slices", *_op(place)]
+
+
+def _read_where(made: list[Any] | None) -> Op | Blend | None:
+    if made is None:
+        return None
+    return Blend(made[1], made[2], frozenset(made[3])) if made[0] == "blend" else _read_op(made[1:])
 
 
 def _value(value: Value) -> list[Any]:

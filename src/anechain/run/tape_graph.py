@@ -13,7 +13,6 @@ from anechain.run.tape_view import (
     Memory,
     View,
     common_loops,
-    cut,
     joined,
     merged,
     part,
@@ -25,10 +24,10 @@ from anechain.run.tape_weights import GROUP, PANEL, Matrices, Matrix, Stored, fi
 
 Name = str | None  # the value that a parameter of an op is given; None where it is left out
 _WORTH_DIVIDING = 1 << 14  # elements: less than this is done by one thread sooner than two have begun
-BITS = {"fast": 8, "exact": 15}  # of an activation that meets an int8 matrix
-# Inputs that share a scale. One token: as few as the kernel allows, the matrix is what takes time. Several tokens: the
-# sums of a group have to be scaled, which costs a quarter of the time with 32 inputs.
-GROUPS = {8: {True: 32, False: 256}, 15: {True: 32, False: 128}}  # by bits, by whether it is one token
+# Bits of an activation that meets an int8 matrix: of a single token, and of several. One token waits for the matrix to
+# be read, and 15 bits cost it nothing.
+BITS = {"exact": (15, 15), "fast": (15, 8)}
+ONE, SEVERAL = 32, 128  # inputs that share a scale. To scale the sums of 32 inputs takes several tokens a third longer.
 AT_ONCE = {8: 6, 15: 3}  # tokens that the kernel multiplies together: their rounded inputs lie side by side
 
 # ELEMENT kinds, as in native/element.c.
@@ -52,7 +51,9 @@ class Rounded:
 class Graph:
     """`values` are ports and states by name, and whatever was made of them so far."""
 
-    def __init__(self, function: Function, values: Mapping[str, View], matrices: Matrices, bits: int) -> None:
+    def __init__(
+        self, function: Function, values: Mapping[str, View], matrices: Matrices, bits: tuple[int, int]
+    ) -> None:
         self.function, self.matrices, self.bits = function, matrices, bits
         self.consts = dict(function.consts)
         self.stored: dict[str, Stored] = {}
@@ -241,7 +242,7 @@ class Graph:
             row_scales, part_scales = Ref(matrix.row_scales), Ref(matrix.part_scales)
             sources = (given.high, given.low, given.scales, given.starts)
             words: list[int | Ref] = [
-                self.bits > 8,
+                self.bits[tokens > 1] > 8,
                 tokens,
                 matrix.rows,
                 matrix.padded,
@@ -266,19 +267,19 @@ class Graph:
     def _round(
         self, x: View, matrix: Matrix, tokens: int, token_stride: int, inside: Sequence[tuple[int, int]]
     ) -> Rounded:
-        group = GROUPS[self.bits][tokens == 1]
+        bits, group = (self.bits[0], ONE) if tokens == 1 else (self.bits[1], SEVERAL)
         while matrix.padded % group:
             group //= 2
         group = GROUP if matrix.part_scales else group
         key = (x, matrix.padded, group)
         if key not in self._rounded:
-            padded, at_once = tokens * matrix.padded, 1 if tokens == 1 else AT_ONCE[self.bits]
+            padded, at_once = tokens * matrix.padded, 1 if tokens == 1 else AT_ONCE[bits]
             size = -(-tokens // at_once) * at_once * matrix.padded
             high = Memory(size, ARENA)
-            low = Memory(size, ARENA) if self.bits > 8 else high
+            low = Memory(size, ARENA) if bits > 8 else high
             scales, starts = (Memory(padded // group * 4, ARENA) for _ in range(2))
             inner, outer = inside[-1][0], inside[0][1] if len(inside) == 2 else 0
-            words = (self.bits > 8, tokens, matrix.depth, matrix.padded, group, ref(x), token_stride, inner, outer)
+            words = (bits > 8, tokens, matrix.depth, matrix.padded, group, ref(x), token_stride, inner, outer)
             made = (high, low, scales, starts)
             parallel = padded >= _WORTH_DIVIDING and tokens > 1
             self.emit(Code.QUANTISE, (*words, *map(Ref, made)), [x.memory], list(dict.fromkeys(made)), parallel)
@@ -299,6 +300,3 @@ class Graph:
 
 class _NotNestedError(Exception):
     """Two operands lie in pieces of which neither fits into the other."""
-
-
-__all__ = ["Graph", "cut"]

@@ -85,7 +85,7 @@ class Matcher:
         self._passed = {}
         try:
             found = pattern(self, last)
-        except (NoMatchError, KeyError):
+        except (NoMatchError, LookupError, ValueError, StopIteration):  # other numbers of operands, too
             return None
         inside = self._passed.keys() | {last.name}
         for op in self._passed.values():

@@ -28,7 +28,13 @@ class Translation:
     """The values of a function that are wanted. Raises EngineError, naming the op, for one that it cannot translate."""
 
     def __init__(
-        self, program: Program, function: Function, values: Mapping[str, View], matrices: Matrices, bits: int, box: Box
+        self,
+        program: Program,
+        function: Function,
+        values: Mapping[str, View],
+        matrices: Matrices,
+        bits: tuple[int, int],
+        box: Box,
     ) -> None:
         self.graph = Graph(function, values, matrices, bits)
         self._program, self._function, self._box = program, function, box

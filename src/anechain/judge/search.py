@@ -1,0 +1,135 @@
+"""What the search for a recipe measures: a plain callable on picklable tasks, so that any executor can run them.
+
+Sensitivity is measured on the logits of the whole model: the KL divergence from the original, over texts of the
+search's own, when one matrix alone is rounded.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from anechain.bake.jobs import make_plan
+from anechain.bake.lora import open_merged
+from anechain.bake.source import Source
+from anechain.bundle.recipe import Recipe
+from anechain.bundle.rounded import Rounded
+from anechain.bundle.stored import Stored
+from anechain.judge.baseline import Answer, Baseline, PromptIds, build_baseline
+from anechain.judge.calibration import BEGINNINGS, QUESTIONS, own_words
+from anechain.judge.gate import Step, compare, judged
+from anechain.judge.oracle import Oracle
+from anechain.judge.prepare import (
+    PROFILES,
+    chat_encoder,
+    exam_baseline,
+    kept_baseline,
+    tokenizer_of,
+    with_rounding,
+    with_stream_scale,
+)
+from anechain.judge.rounding import RoundedSource
+
+SEED, LENGTH, STEPS = 90210, 80, 16  # the search's own texts, none of which is calibrated on
+SOME = 3  # every third of them is enough to tell one matrix from another
+EXACT = "exact|"  # in front of a matrix that was moved and not rounded, in a file of both
+
+
+@dataclass(frozen=True)
+class Task:
+    """One measurement. With a `matrix`: what it does when it alone is rounded, as in `rounded_file`. With a `recipe`:
+    what the whole recipe does, to the search's texts and, as an exam, to those of the gate's profiles.
+    """
+
+    ref: str
+    lora: str | None
+    context: int
+    matrix: str = ""
+    rounded_file: str = ""
+    recipe: Recipe | None = None
+
+    @property
+    def name(self) -> str:
+        return self.recipe.name if self.recipe else self.matrix
+
+
+def measure(task: Task) -> dict[str, Any]:
+    """Runs one task in this process; the result can be written as JSON."""
+    return _measure_matrix(task) if task.recipe is None else _measure_recipe(task, task.recipe)
+
+
+@cache
+def _source(ref: str, lora: str | None) -> Source:
+    return open_merged(ref, lora)
+
+
+@cache
+def _search(ref: str, lora: str | None) -> Baseline:
+    return kept_baseline(_source(ref, lora), f"search {SEED} {LENGTH} {STEPS}", search_baseline)
+
+
+def search_baseline(source: Source) -> Baseline:
+    """The original's greedy steps after texts of its own: beginnings that no profile has, drawn on to LENGTH tokens."""
+    tokenizer = tokenizer_of(source)
+    starts = [np.array(tokenizer.encode(words), np.int32) for words in BEGINNINGS[1::3]]
+    if (chat := chat_encoder(tokenizer)) is not None:
+        starts += [np.array(chat(words), np.int32) for words in QUESTIONS[1::2]]
+    length = min(LENGTH, source.spec.max_context - STEPS)
+    texts = own_words(source, starts, length, SEED, tokenizer.n_ids, None)
+    prompts = [PromptIds(f"search-{i:02d}", ids, STEPS) for i, ids in enumerate(texts)]
+    return build_baseline(Oracle(source), prompts, "strict", length + STEPS)
+
+
+def steps_of(oracle: Oracle, answers: Sequence[Answer], hidden: list[np.ndarray] | None = None) -> list[Step]:
+    """Every position of the answers, teacher-forced, in float32; `hidden` is what leaves the last layer, if known."""
+    if hidden is None:
+        hidden = oracle.forward([a.ids for a in answers])
+    return [
+        compare(a.name, int(p), wanted, got)
+        for a, rows in zip(answers, hidden, strict=True)
+        for p, wanted, got in zip(a.positions, a.logits, oracle.logits(rows[a.positions]), strict=True)
+    ]
+
+
+@cache
+def _moved(ref: str, lora: str | None, rounded_file: str) -> tuple[dict[str, Stored], list[list[np.ndarray]]]:
+    """The model with everything moved and nothing rounded, and what enters each of its layers on the search's texts."""
+    rounded = Rounded(Path(rounded_file))
+    names = [name for name in sorted(rounded.names) if not name.startswith(EXACT)]
+    exact = {name: rounded.tensor(EXACT + name if EXACT + name in rounded else name) for name in names}
+    source = _source(ref, lora)
+    entering: list[list[np.ndarray]] = []
+    oracle = Oracle(RoundedSource(source, source.spec, exact), keep_bytes=0)
+    oracle.forward([a.ids for a in _search(ref, lora).answers[::SOME]], record=lambda _, rows: entering.append(rows))
+    return exact, entering
+
+
+def _measure_matrix(task: Task) -> dict[str, Any]:
+    source, baseline = _source(task.ref, task.lora), _search(task.ref, task.lora)
+    exact, entering = _moved(task.ref, task.lora, task.rounded_file)
+    swapped = {**exact, task.matrix: Rounded(Path(task.rounded_file)).tensor(task.matrix)}
+    oracle = Oracle(RoundedSource(source, source.spec, swapped), keep_bytes=0)
+    layer = int(task.matrix.split(".")[1])
+    steps = steps_of(oracle, baseline.answers[::SOME], oracle.resumed(layer, entering[layer]))
+    return {"mean_kl": float(np.mean([s.kl for s in steps]))}
+
+
+def _measure_recipe(task: Task, recipe: Recipe) -> dict[str, Any]:
+    """Rounds the whole model, or takes what is kept of that, which is also what a bake of this recipe will take."""
+    source = _source(task.ref, task.lora)
+    plan = with_stream_scale(make_plan(source, recipe, task.context, 0, "macOS15", None), source)
+    plan = with_rounding(plan, source)
+    assert plan.rounded_file is not None
+    rounded = Rounded(Path(plan.rounded_file))
+    tensors = {name: rounded.tensor(name) for name in rounded.names}
+    oracle = Oracle(RoundedSource(source, plan.spec, tensors))
+    found = {}
+    baselines = {"search": _search(task.ref, task.lora)}
+    baselines |= {profile: exam_baseline(source, profile, task.context) for profile in PROFILES}
+    for name, baseline in baselines.items():
+        found[name] = judged(baseline, steps_of(oracle, baseline.answers), "float32").to_json()
+        del found[name]["free_running"]
+    return found

@@ -1,0 +1,315 @@
+"""The search for the smallest recipe that passes: where are bytes worth most, and how many does it take?
+
+1. One pass over the calibration text rounds every matrix to int8, one scale per output channel.
+2. For every matrix: the KL divergence on the logits when it alone is rounded (judge/search.py), and by how much a
+   correction of rank 8, 16 or 32 would lessen what it costs.
+3. Upgrades (a correction, or fp16) in the order of what they save per byte make a ladder of recipes.
+4. The rungs are rounded as wholes and judged, by bisection, on the search's texts; what passes there sits the exam,
+   the gate's `strict` and `m8`, whose prompts decide nothing but pass or fail.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from anechain.bake.jobs import tools
+from anechain.bake.source import Source
+from anechain.bundle.footprint import footprint
+from anechain.bundle.gptq import conditional_power, without_leading
+from anechain.bundle.recipe import Calibration, Recipe, Rule, Scheme, parse_scheme
+from anechain.bundle.rounded import Rounded, save_rounded
+from anechain.bundle.spec import ModelSpec, matrices_of
+from anechain.bundle.stored import Stored, storage_bytes
+from anechain.judge.calibration import calibration_text
+from anechain.judge.prepare import cache_folder, kept_text
+from anechain.judge.rounding import round_model
+from anechain.judge.search import EXACT, Task, measure
+
+Progress = Callable[[int, int, str], None]
+
+INT8, LEVEL, FP16 = Scheme(8), Scheme(8, rank=1), Scheme(16)
+RANKS = (8, 16, 32)
+METHODS = ("scales", "gptq", "drift", "level")
+EIGHT_BITS = 0.9  # of the block weights, at least
+RUNGS = (0.0, 0.02, 0.044, 0.06, 0.08)  # bytes beyond plain int8, of the fp16 bytes
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A recipe that was judged, and what was found: figures by `search`, `strict` and `m8`."""
+
+    recipe: Recipe
+    bytes: int
+    share: float
+    eight_bit_share: float
+    found: Mapping[str, Any]
+
+    @property
+    def passes(self) -> bool:
+        return all(self.found[name]["accepted"] for name in ("search", "strict", "m8"))
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The outcome of a search. `best` is None when nothing passed; then `verdict` says how close it came and why."""
+
+    best: Candidate | None
+    candidates: tuple[Candidate, ...]  # by bytes
+    sensitivity: Mapping[str, float]  # mean KL when one matrix alone is int8
+    verdict: str
+
+
+def tune(
+    source: Source,
+    lora: str | None,
+    calibration: Calibration,
+    context: int,
+    workers: int,
+    ane: bool,
+    progress: Progress | None = None,
+) -> Tuned:
+    """Searches; whatever was measured before, in this process or another one that was stopped, is not measured again.
+
+    With `ane` only forms that lint has no E finding for; without, also one scale per 32 inputs.
+    """
+    report = progress or (lambda done, total, what: None)
+    kept = _Kept(source, calibration, context)
+    moved = _moved_file(source, calibration, kept.key, report)
+    plain = _plain(source.spec, calibration)
+    blocks = [name for name in matrices_of(source.spec) if name.startswith("layers.")]
+    with _pool(workers) as pool:
+        tasks = [Task(source.ref, lora, context, name, str(moved)) for name in blocks]
+        each = _all(pool, kept, tasks, report)
+        sensitivity = {name: each[name]["mean_kl"] for name in blocks}
+        ladder = make_ladder(source.spec, plain, sensitivity, Rounded(moved).about["left"])
+        if not ane and all(inputs % 32 == 0 for _, inputs in (matrices_of(source.spec)[n] for n in blocks)):
+            ladder.append(replace(plain, name="tuned-block32", rules=(Rule("layers.*", parse_scheme("int8-block32")),)))
+            ladder.sort(key=lambda recipe: footprint(source.spec, recipe).bytes)
+        judged: dict[int, Candidate] = {}
+
+        def judge(places: Sequence[int]) -> None:
+            tasks = [Task(source.ref, lora, context, recipe=ladder[i]) for i in places]
+            found = _all(pool, kept, tasks, report)
+            for i, task in zip(places, tasks, strict=True):
+                size = footprint(source.spec, ladder[i])
+                judged[i] = Candidate(ladder[i], size.bytes, size.share, size.eight_bit_share, found[task.name])
+
+        bisect(len(ladder), workers, judge, lambda i: judged[i].passes)
+    candidates = tuple(judged[i] for i in sorted(judged))
+    best = min((c for c in candidates if c.passes), key=lambda c: c.bytes, default=None)
+    return Tuned(best, candidates, sensitivity, verdict(best, candidates, sensitivity))
+
+
+def bisect(count: int, at_once: int, judge: Callable[[Sequence[int]], None], passes: Callable[[int], bool]) -> None:
+    """Judges places of a ladder, `at_once` at a time, until the lowest that passes stands beside one that fails.
+
+    More bytes are taken to be better; the lowest that passes is right when they are not, and may not be the lowest.
+    """
+    low, high = -1, count  # fails, passes (as far as is known)
+    while high - low > 1:
+        points = np.linspace(low, high, min(at_once, high - low - 1) + 2)[1:-1]
+        places = sorted({min(max(round(float(p)), low + 1), high - 1) for p in points})
+        judge(places)
+        passing = [i for i in places if passes(i)]
+        if passing:
+            high = passing[0]
+        low = max([low, *(i for i in places if i < high)])
+
+
+def make_ladder(
+    spec: ModelSpec, plain: Recipe, sensitivity: Mapping[str, float], left: Mapping[str, Sequence[float]]
+) -> list[Recipe]:
+    """Recipes of more and more bytes. `left[matrix]` is what share of its cost a correction of each of RANKS leaves.
+
+    Upgrades of a matrix are taken in the order of KL saved per byte, those of one matrix one after another.
+    """
+    shapes = matrices_of(spec)
+    upgrades: list[tuple[float, str, Scheme, int]] = []
+    for name, kl in sensitivity.items():
+        begin = plain.scheme_for(name, shapes[name][0] * shapes[name][1])
+        now = (storage_bytes(shapes[name], begin), kl)
+        options = [(replace(INT8, rank=r), kl * share) for r, share in zip(RANKS, left[name], strict=True)]
+        options = [o for o in options if o[0].rank < min(shapes[name]) // 2] + [(FP16, 0.0)]
+        while options:  # along the lower hull of bytes and KL
+            rates = [(now[1] - k) / (storage_bytes(shapes[name], s) - now[0]) for s, k in options]
+            pick = int(np.argmax(rates))
+            scheme, kl_then = options[pick]
+            size = storage_bytes(shapes[name], scheme)
+            upgrades.append((rates[pick], name, scheme, size - now[0]))
+            now, options = (size, kl_then), options[pick + 1 :]
+    upgrades.sort(key=lambda u: (-u[0], u[1]))
+    whole = footprint(spec, plain)
+    chosen: dict[str, Scheme] = {}
+    spent, ladder, following = 0, [], iter(upgrades)
+    upgrade = next(following, None)
+    for number, rung in enumerate(RUNGS):
+        while upgrade is not None and spent + upgrade[3] <= rung * whole.fp16_bytes:
+            trial = {**chosen, upgrade[1]: upgrade[2]}
+            if footprint(spec, _recipe(plain, number, trial)).eight_bit_share < EIGHT_BITS:
+                upgrade = None
+                break
+            chosen, spent = trial, spent + upgrade[3]
+            upgrade = next(following, None)
+        recipe = _recipe(plain, number, chosen)
+        if not ladder or recipe.rules != ladder[-1].rules:
+            ladder.append(recipe)
+    return ladder
+
+
+def _plain(spec: ModelSpec, calibration: Calibration) -> Recipe:
+    """int8 everywhere; what writes to the stream has the one channel that keeps the level of the logits."""
+    rules = [Rule("layers.*", INT8)]
+    if "level" in calibration.methods and not spec.sandwich_norms:
+        rules = [Rule("layers.*.o", LEVEL), Rule("layers.*.down", LEVEL), *rules]
+    return Recipe("tuned-0", "fp16", tuple(rules), calibration=calibration)
+
+
+def _recipe(plain: Recipe, number: int, chosen: Mapping[str, Scheme]) -> Recipe:
+    rules = [Rule(name, scheme) for name, scheme in sorted(chosen.items(), key=lambda c: (str(c[1]), c[0]))]
+    return replace(plain, name=f"tuned-{number}", rules=(*rules, *plain.rules))
+
+
+def closest_of(candidates: Sequence[Candidate]) -> Candidate:
+    """The candidate with the least mean KL on the texts where it is worst."""
+    return min(candidates, key=lambda c: max(c.found[name]["mean_kl"] for name in ("search", "strict")))
+
+
+def verdict(best: Candidate | None, candidates: Sequence[Candidate], sensitivity: Mapping[str, float]) -> str:
+    """One sentence: what passes; or that nothing does, how close it came, and what blocks."""
+    if best is not None:
+        return f"{best.recipe.name} passes with {best.share:.3f} of the fp16 bytes"
+    closest = closest_of(candidates)
+    reasons = [f"{name}: {reason}" for name in ("search", "strict", "m8") for reason in _reasons(closest, name)]
+    strict = closest.found["strict"]
+    ties = strict["near_ties"]
+    if reasons and all("near-tie" in reason for reason in reasons):
+        places = ", ".join(f"{s['prompt']} position {s['position']} (margin {s['margin']:.3f})" for s in ties[:5])
+        return f"the baseline itself is unstable: nothing but near-ties stands in the way, at {places}"
+    loud = ", ".join(sorted(sensitivity, key=lambda n: -sensitivity[n])[:3])
+    return (
+        f"no recipe passes; the closest, {closest.recipe.name} with {closest.share:.3f} of the fp16 bytes, fails in "
+        f"{'; '.join(reasons)}; the matrices that cost most alone are {loud}"
+    )
+
+
+def _reasons(candidate: Candidate, name: str) -> list[str]:
+    found = candidate.found[name]
+    return [] if found["accepted"] else list(found["reasons"])
+
+
+class _Kept:
+    """Measurements by name, in a file of the cache that belongs to this model, text and version."""
+
+    def __init__(self, source: Source, calibration: Calibration, context: int) -> None:
+        decided = [
+            source.fingerprint, asdict(calibration), calibration_text(), tools(), context, METHODS, RANKS,
+            sorted((name, hashlib.sha256(text).hexdigest()) for name, text in source.text_files.items()),
+        ]  # fmt: skip
+        self.key = hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:32]
+        self._path = cache_folder("tune") / f"{self.key}.jsonl"
+        self._found: dict[str, dict[str, Any]] = {}
+        if self._path.exists():
+            for line in self._path.read_text(encoding="utf-8").splitlines():
+                try:
+                    entry = json.loads(line)
+                    self._found[entry["task"]] = entry["found"]
+                except (ValueError, LookupError, TypeError):
+                    continue  # the line that was being written when the search was stopped
+
+    def get(self, task: Task) -> dict[str, Any] | None:
+        return self._found.get(self._name(task))
+
+    def add(self, task: Task, found: dict[str, Any]) -> None:
+        self._found[self._name(task)] = found
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"task": self._name(task), "found": found}) + "\n")
+
+    def _name(self, task: Task) -> str:
+        if task.recipe is None:
+            return task.matrix
+        rules = {**task.recipe.to_json(), "name": ""}
+        return "recipe " + hashlib.sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest()
+
+
+def _all(pool: Executor, kept: _Kept, tasks: Sequence[Task], report: Progress) -> dict[str, dict[str, Any]]:
+    """What each task found, by its name; those that are kept are not run."""
+    results = {task.name: found for task in tasks if (found := kept.get(task)) is not None}
+    running: dict[Future[dict[str, Any]], Task] = {
+        pool.submit(measure, task): task for task in tasks if task.name not in results
+    }
+    try:
+        while running:
+            done = wait(running, return_when=FIRST_COMPLETED).done
+            # What is finished is kept before a failure ends the search.
+            for future in sorted(done, key=lambda future: future.exception() is not None):
+                task = running.pop(future)
+                results[task.name] = future.result()
+                kept.add(task, results[task.name])
+                report(len(results), len(tasks), task.name)
+    finally:
+        for future in running:
+            future.cancel()
+    return results
+
+
+@contextmanager
+def _pool(workers: int) -> Iterator[Executor]:
+    """Fresh processes that share the processors evenly."""
+    threads = str(max(1, (os.cpu_count() or 1) // workers))
+    before = {name: os.environ.get(name) for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")}
+    os.environ |= {name: value or threads for name, value in before.items()}
+    pool = ProcessPoolExecutor(workers, get_context("spawn"))
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+
+
+class _Seen:
+    """Every matrix as it was moved, not rounded, and what share of its cost a correction of each of RANKS leaves."""
+
+    def __init__(self) -> None:
+        self.exact: dict[str, Stored] = {}
+        self.left: dict[str, list[float]] = {}
+        self._moment: np.ndarray | None = None
+        self._shares: list[float] = []
+
+    def matrix(self, name: str, weight: np.ndarray, moment: np.ndarray) -> None:
+        self.exact[EXACT + name] = weight.astype(np.float16)
+        if self._moment is not moment:  # matrices that read the same have the same
+            cost, self._moment = conditional_power(moment).sum(), moment
+            ranks = [min(rank, len(moment) - 1) for rank in RANKS]
+            self._shares = [float(conditional_power(without_leading(moment, r)).sum() / cost) for r in ranks]
+        self.left[name] = self._shares
+
+    def rows(self, name: str, factors: np.ndarray) -> None:
+        exact = self.exact[EXACT + name]
+        assert isinstance(exact, np.ndarray)
+        self.exact[EXACT + name] = (exact.astype(np.float32) / factors[:, None]).astype(np.float16)
+
+
+def _moved_file(source: Source, calibration: Calibration, key: str, report: Progress) -> Path:
+    """Every matrix moved and rounded to int8, the same unrounded, and what a correction would leave of its cost."""
+    path = cache_folder("tune") / f"{key}.npz"
+    if path.exists():
+        return path
+    tokens = kept_text(source, calibration, lambda done, total: report(done, total, "calibration text"))
+    seen = _Seen()
+    # Without drift: what makes up for earlier rounding would not be the original when nothing is rounded.
+    methods = tuple(m for m in calibration.methods if m != "drift")
+    plain = _plain(source.spec, replace(calibration, methods=methods))
+    tensors = round_model(source, source.spec, plain, tokens.tokens, lambda d, t: report(d, t, "rounding"), seen)
+    save_rounded(path, {**tensors, **seen.exact}, {"left": seen.left, "tokens_sha256": tokens.sha256})
+    return path
