@@ -26,9 +26,9 @@ from typing import Any
 import psutil
 
 from anechain.bundle.manifest import TOKENIZER, open_bundle
+from anechain.cli.console import open_engine
 from anechain.run.chain import Chain
 from anechain.run.generate import generate
-from anechain.run.openvino import CpuEngine
 from anechain.run.sample import Sampling
 from anechain.run.tokenizer import Tokenizer
 
@@ -149,9 +149,9 @@ def own_pace(chain: Chain, tokenizer: Tokenizer, prompt: str, tokens: int) -> fl
     return (len(at) - 1) / (at[-1] - at[0])
 
 
-def cost(port: int, bundle: Path, rounds: int, tokens: int) -> dict[str, float]:
+def cost(port: int, bundle: Path, engine: str, rounds: int, tokens: int) -> dict[str, float]:
     opened = open_bundle(bundle)
-    chain, tokenizer = Chain(opened, CpuEngine("exact")), Tokenizer.load(bundle / TOKENIZER)
+    chain, tokenizer = Chain(opened, open_engine(engine)), Tokenizer.load(bundle / TOKENIZER)
     prompt = "The history of the lighthouse begins"
     served, own = [], []
     for number in range(rounds + 1):
@@ -192,7 +192,7 @@ def main() -> None:
         if args.requests:
             record |= load(port, psutil.Process(process.pid), args.clients, args.requests, args.tokens, args.minutes)
         if args.rounds:
-            record |= cost(port, args.bundle, args.rounds, 64)
+            record |= cost(port, args.bundle, args.engine, args.rounds, 64)
         alive = process.poll() is None
         process.send_signal(signal.SIGTERM)
         stopped = time.monotonic()
