@@ -36,12 +36,21 @@ class Package:
 
     @classmethod
     def make_block(
-        cls, source: Any, spec: Any, recipe: Any, layers: range, context: int, chunk: int, path: Path, form: Any
+        cls,
+        source: Any,
+        spec: Any,
+        recipe: Any,
+        layers: range,
+        context: int,
+        chunk: int,
+        path: Path,
+        form: Any,
+        rounded: Any,
     ) -> None:
         cls._write(path, f"{source.fingerprint} {recipe.name} {layers} {context} {chunk} {form}")
 
     @classmethod
-    def make_head(cls, source: Any, spec: Any, recipe: Any, path: Path, form: Any) -> None:
+    def make_head(cls, source: Any, spec: Any, recipe: Any, path: Path, form: Any, rounded: Any) -> None:
         cls._write(path, f"{source.fingerprint} {recipe.name} {form}")
 
     @classmethod
