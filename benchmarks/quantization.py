@@ -53,17 +53,18 @@ def rounded(source: Source, recipe: Recipe, calibrated: CalibrationSet | None) -
     if calibrated is not None:
         return round_model(source, spec, recipe, calibrated.tokens)
     tensors: dict[str, Stored] = {}
+    pieces, rows = head_pieces(spec)
+    table = source.tensor("embed" if spec.tied else "head")
+    head = np.split(np.pad(table, ((0, pieces * rows - len(table)), (0, 0))), pieces)
     for name, (outputs, inputs) in matrices_of(spec).items():
         scheme = recipe.scheme_for(name, outputs * inputs)
-        weight = source.tensor("embed" if name == "head" and spec.tied else name)
-        if name == "head" and scheme.bits < 16:
-            pieces, rows = head_pieces(spec)
-            padded = np.pad(weight, ((0, pieces * rows - len(weight)), (0, 0)))
-            tensors |= {f"head.{i}": compress(p, scheme) for i, p in enumerate(np.split(padded, pieces))}
-        elif name != "head":
-            tensors[name] = compress(weight, scheme, name) if scheme.bits < 16 else weight.astype(np.float16)
-    if spec.tied and "head.0" not in tensors:  # a rounded embedding is not the head
-        return {**tensors, "head.0": tensors["embed"]} if recipe.scheme_for("embed", 1).bits == 16 else tensors
+        if name == "head":
+            stored = head if scheme.bits == 16 else [compress(piece, scheme) for piece in head]
+            tensors |= {f"head.{i}": piece for i, piece in enumerate(stored)}
+        elif scheme.bits < 16:
+            tensors[name] = compress(source.tensor(name), scheme, name)
+        elif name != "embed":
+            tensors[name] = source.tensor(name).astype(np.float16)
     return tensors
 
 
