@@ -27,6 +27,8 @@ class Footprint:
         """A sentence about what stays fp16."""
         if not self.left:
             return "no matrix stays fp16"
+        if self.left_bytes == self.bytes:
+            return "all matrices stay fp16"
         named = ", ".join(self.left[:4]) + (f" and {len(self.left) - 4} more" if len(self.left) > 4 else "")
         return f"{named} stay{'s' if len(self.left) == 1 else ''} fp16: {self.left_bytes / self.bytes:.1%} of the bytes"
 
