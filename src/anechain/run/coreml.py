@@ -28,12 +28,12 @@ from numpy.typing import DTypeLike
 
 from anechain.bundle.cache import cache_directory
 from anechain.bundle.manifest import record_files, write_atomically
-from anechain.bundle.program import Program, Value, read_program
+from anechain.bundle.program import Program, read_program
 from anechain.errors import AnechainError, EngineError
 from anechain.run.coreml_port import COMPUTE_UNITS, AppleCoreML, Buffer, Placed, Port
 from anechain.run.engine import State
 from anechain.run.ops import DTYPES
-from anechain.run.stage_plan import StagePlan
+from anechain.run.stage_plan import StagePlan, mismatches
 
 PROBE_TIMEOUT_S = 1800.0  # the first compilation for the Neural Engine may take minutes
 _DONE, _REFUSED = "done", "refused"
@@ -270,7 +270,7 @@ class CoreMLStage:
         if function not in self.functions:
             raise EngineError(f"{self._name} cannot run {function!r}: use one of {', '.join(self.functions)}.")
         step = self._plan.steps[function]
-        faults = [*_mismatches("input", step.inputs, inputs), *_mismatches("output", step.outputs, outputs)]
+        faults = [*mismatches("input", step.inputs, inputs, False), *mismatches("output", step.outputs, outputs, False)]
         faults += [f"output {name!r} is not known" for name in outputs if name not in step.outputs]
         own = state if isinstance(state, CoreMLState) and state.stage is self else None
         if self._states and own is None:
@@ -294,18 +294,6 @@ class CoreMLStage:
                 inputs |= {"end": np.full(4, length, np.int32)} if "end" in inputs else {}
             outputs = {name: np.zeros(port.shape, DTYPES[port.dtype]) for name, port in step.outputs.items()}
             self.step(function, inputs, state, outputs)
-
-
-def _mismatches(kind: str, ports: Mapping[str, Value], arrays: Mapping[str, np.ndarray]) -> list[str]:
-    """What is wrong with the arrays for some ports; an input that no port wants belongs to another stage."""
-    faults = []
-    for name, port in ports.items():
-        array = arrays.get(name)
-        if array is None:
-            faults.append(f"{kind} {name!r} is missing")
-        elif array.dtype != DTYPES[port.dtype] or array.shape != port.shape:
-            faults.append(f"{kind} {name!r} is {array.dtype} {array.shape}, not {port.dtype} {port.shape}")
-    return faults
 
 
 def probe(packages: Sequence[Path], units: str, make_port: MakePort, cache: Path) -> str | None:

@@ -184,7 +184,7 @@ class StagePlan:
         if function not in self.steps:
             raise EngineError(f"{self.where} cannot run {function!r}: use one of {', '.join(self.steps)}.")
         step = self.steps[function]
-        faults = [*_mismatches("input", step.inputs, inputs), *_mismatches("output", step.outputs, outputs)]
+        faults = [*mismatches("input", step.inputs, inputs), *mismatches("output", step.outputs, outputs)]
         faults += [f"output {name!r} is not known" for name in outputs if name not in step.outputs]
         if any(self.states) and not (isinstance(state, HeldState) and state.plan is self):
             faults.append("the state is not one of this stage's new_state()")
@@ -206,7 +206,7 @@ class StagePlan:
         return HeldState([{n: zeros(v) for n, v in states.items()} for states in self.states], self)
 
 
-def _mismatches(kind: str, ports: Mapping[str, Value], arrays: Arrays) -> list[str]:
+def mismatches(kind: str, ports: Mapping[str, Value], arrays: Arrays, contiguous: bool = True) -> list[str]:
     """What is wrong with the arrays for some ports; an input that no port wants belongs to another stage."""
     faults = []
     for name, port in ports.items():
@@ -215,6 +215,6 @@ def _mismatches(kind: str, ports: Mapping[str, Value], arrays: Arrays) -> list[s
             faults.append(f"{kind} {name!r} is missing")
         elif array.dtype != DTYPES[port.dtype] or array.shape != port.shape:
             faults.append(f"{kind} {name!r} is {array.dtype} {array.shape}, not {port.dtype} {port.shape}")
-        elif not array.flags.c_contiguous:
+        elif contiguous and not array.flags.c_contiguous:
             faults.append(f"{kind} {name!r} is not contiguous")
     return faults
