@@ -55,6 +55,7 @@ def test_one_that_is_as_good_and_faster_ships(
     assert {(g["profile"], g["engine"]) for g in card["gate"]} == {("m8", "reference"), ("m8", "reference-stress")}
     assert card["eval"]["passed"] == card["eval"]["n"] == 8 and card["score"]["speed_ratio"] == pytest.approx(2.0)
     page = (world.root / "card/card.html").read_text(encoding="utf-8")
+    assert "accuracy +0.00 pp" in out and "+0.00 pp" in page and "-0.00" not in out + page
     assert "SHIP (cpu, " in page and page.count("<svg") == 6 and "prefers-color-scheme: dark" in page
     assert not re.search(r"""(?:src|href)=["'](?!#)|url\((?!#)|<script""", page.replace("xmlns:xlink", ""))
     ElementTree.fromstring(re.search(r"<svg.*?</svg>", page, re.DOTALL)[0])  # type: ignore[index]
