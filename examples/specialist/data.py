@@ -72,10 +72,11 @@ def rows(seed: int, count: int, validation: bool = False) -> list[Row]:
     return made
 
 
-def templates() -> set[str]:
-    """Every frame around every core: all that `rows` can make, values aside."""
+def templates() -> dict[str, tuple[str, str, str]]:
+    """Every frame around every core, all that `rows` can make, values aside; of each what its parts are: opening, core
+    and closing."""
     return {
-        frame.format(core)
+        frame.format(core): (frame.partition("{}")[0], core, frame.partition("{}")[2])
         for intent in INTENTS
         for core in intent.cores
         for frame in (TALK_FRAMES if intent.kind == "plain-talk" else FRAMES)
