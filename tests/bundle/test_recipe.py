@@ -278,11 +278,12 @@ def test_recipe_that_is_not_there(tmp_path: Path) -> None:
 
 def test_palettes_of_four_bits_are_asked_for_twice() -> None:
     """Field case Q9: beside a state they gave wrong answers or crashed; no recipe has them by accident."""
-    rules = "".join(f'[[rule]]\nmatch = "layers.*.{p}"\nscheme = "{s}"\n' for p, s in (("q", "palette4"), ("k", "int8")))
+    schemes = {"q": "palette4", "k": "int8"}
+    rules = "".join(f'[[rule]]\nmatch = "layers.*.{part}"\nscheme = "{name}"\n' for part, name in schemes.items())
     with pytest.raises(RecipeError) as refused:
         parse_recipe(rules, "four.toml")
     assert str(refused.value) == (
-        "four.toml cannot be used: palette4 is reported to fail on Macs in packages with a state (experimental = true)."
+        "four.toml cannot be used: palette4 is reported to fail on Macs beside a state (use experimental = true)."
     )
     assert parse_recipe("experimental = true\n" + rules, "four.toml").rules[0].scheme == parse_scheme("palette4")
     assert parse_recipe(rules.replace("palette4", "palette6"), "six.toml").rules[0].scheme.bits == 6

@@ -223,7 +223,7 @@ def parse_recipe(text: str, where: str) -> Recipe:
     fragile = sorted({str(r.scheme) for r in rules if r.scheme.kind == "palette" and r.scheme.bits == 4})
     if fragile and experimental is False:
         # coremltools issues 2688 and 2716: wrong answers, or a crash after about a hundred calls, next to a state.
-        faults.append(f"{', '.join(fragile)} is reported to fail on Macs in packages with a state (experimental = true)")
+        faults.append(f"{', '.join(fragile)} is reported to fail on Macs beside a state (use experimental = true)")
     if faults:
         raise RecipeError(f"{where} cannot be used: {'; '.join(faults)}.")
     return Recipe(str(data.get("name", Path(where).stem)), compute, tuple(rules), per_package, norm, calibration)
