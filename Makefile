@@ -18,7 +18,7 @@ help:
 	@echo "make test   install what the tests need and run them all"
 	@echo "make check  ruff, mypy and the law of the rooms"
 	@echo "make fast   the tests without the slow ones"
-	@echo "make specialist  train the example LoRA, judge it, bake it, judge the bundle (about an hour on two cores)"
+	@echo "make specialist  train the example LoRA, judge it, bake it, judge the bundles and ship one (about an hour on two cores)"
 	@echo "make clean  remove .venv and caches"
 
 demo: $(VENV)/demo.stamp
