@@ -66,7 +66,7 @@ def run_bench(
                 continue
             report(turn * len(contenders) + place, total, contender.name)
             extra = ("--curves",) if curves and place == 0 and turn == runs - 1 else ()
-            made = _process(contender, extra, place > 0)
+            made = _process(contender, extra)
             if isinstance(made, str):
                 missing[contender.name] = made
             else:
@@ -96,9 +96,9 @@ def run_bench(
     }
 
 
-def _process(contender: Contender, extra: Sequence[str], is_peer: bool) -> dict[str, Any] | str:
-    started = () if is_peer and "measure" not in " ".join(contender.command) else ("--started", str(time.time()))
-    done = subprocess.run([*contender.command, *started, *extra], capture_output=True, text=True)
+def _process(contender: Contender, extra: Sequence[str]) -> dict[str, Any] | str:
+    command = [*contender.command, "--started", str(time.time()), *extra]
+    done = subprocess.run(command, capture_output=True, text=True)
     words = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}"
     if done.returncode == NOT_INSTALLED:
         return words
