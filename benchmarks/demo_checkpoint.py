@@ -25,6 +25,7 @@ def main() -> None:
     AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name).save_pretrained(out)
     config = json.loads((out / "config.json").read_text())
     config.setdefault("rope_theta", (config.get("rope_parameters") or {}).get("rope_theta"))  # as before transformers 5
+    config.pop("_model_name_or_path", None)  # the file's own name for the model
     (out / "config.json").write_text(json.dumps(config, indent=1))
 
 

@@ -61,7 +61,7 @@ def run_bench(
     """
     found: dict[str, list[dict[str, Any]]] = {}
     missing: dict[str, str] = {}
-    before = _clocks()
+    before = clocks()
     total = runs * len(contenders)
     for turn in range(runs):
         for place, contender in enumerate(contenders):
@@ -80,9 +80,9 @@ def run_bench(
                 missing[contender.name] = made
             else:
                 found.setdefault(contender.name, []).append(made)
-    others = _others(before)
+    others = used_by_others(before)
     first = found[contenders[0].name]
-    bandwidth, weights = _read_bandwidth(), weight_bytes(bundle)
+    bandwidth, weights = read_bandwidth_bytes_per_s(), weight_bytes(bundle)
     middle = {key: median(made[key] for made in first) for key in MEASURES}
     achieved = weights * middle["decode_tok_per_s"]
     return {
@@ -106,7 +106,7 @@ def run_bench(
 
 def _process(contender: Contender, extra: Sequence[str]) -> dict[str, Any] | str:
     command = [*contender.command, "--started", str(time.time()), *extra]
-    before = _clocks()
+    before = clocks()
     done = subprocess.run(command, capture_output=True, text=True)
     words = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}"
     if done.returncode == NOT_INSTALLED:
@@ -119,10 +119,10 @@ def _process(contender: Contender, extra: Sequence[str]) -> dict[str, Any] | str
         raise EngineError(
             f"the process that measures {contender.name} failed ({words}): run it alone to see why."
         ) from None
-    return {**record, "cpu_used_by_others": _others(before)}
+    return {**record, "cpu_used_by_others": used_by_others(before)}
 
 
-def _read_bandwidth() -> float | None:
+def read_bandwidth_bytes_per_s() -> float | None:
     """Bytes a second; None where the native library, which reads with all cores, is not there."""
     try:
         return library().read_bandwidth()
@@ -130,13 +130,13 @@ def _read_bandwidth() -> float | None:
         return None
 
 
-def _clocks() -> tuple[float, float, float]:
+def clocks() -> tuple[float, float, float]:
     return time.perf_counter(), _busy_s(), _children_s()
 
 
-def _others(before: tuple[float, float, float]) -> float:
+def used_by_others(before: tuple[float, float, float]) -> float:
     """The share of all processors that other processes have used since then."""
-    wall_s, busy_s, own_s = (now - then for now, then in zip(_clocks(), before, strict=True))
+    wall_s, busy_s, own_s = (now - then for now, then in zip(clocks(), before, strict=True))
     return max(0.0, busy_s - own_s) / (wall_s * (os.cpu_count() or 1))
 
 

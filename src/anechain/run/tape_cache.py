@@ -26,12 +26,12 @@ from anechain.run.tape_build import Compiled, Place, Tape
 from anechain.run.tape_plan import ALIGNMENT, Code
 from anechain.run.tape_weights import Job
 
-KEPT = 32  # entries
+KEPT = 128  # entries: a stage is one
 KEPT_BYTES = 4 << 30  # of them all
 _SUFFIX, _PACKED = ".tape", ".packed"
 _ABANDONED_S = 3600  # a file that is still being written after that is nobody's
-_WEIGHTS = ("Data", "com.apple.CoreML", "weights", "weight.bin")
-_PROGRAM = ("Data", "com.apple.CoreML", "model.mlmodel")
+WEIGHTS = ("Data", "com.apple.CoreML", "weights", "weight.bin")
+PROGRAM = ("Data", "com.apple.CoreML", "model.mlmodel")
 
 
 def folder() -> Path:
@@ -47,8 +47,8 @@ def key_of(packages: Sequence[Path], bits: tuple[int, int]) -> str | None:
         digest.update(code.read_bytes())
     try:
         for package in packages:
-            digest.update(hashlib.sha256(package.joinpath(*_PROGRAM).read_bytes()).digest())
-        weights = [package.joinpath(*_WEIGHTS) for package in packages]
+            digest.update(hashlib.sha256(package.joinpath(*PROGRAM).read_bytes()).digest())
+        weights = [package.joinpath(*WEIGHTS) for package in packages]
         there = [path for path in weights if path.exists()]
         found = dict(zip(there, hashes(there, folder() / "hashes.json"), strict=True))
         digest.update("".join(found.get(path, "none") for path in weights).encode())
@@ -104,6 +104,9 @@ def cleared() -> None:
         if place >= KEPT or size > KEPT_BYTES:
             for path in files:
                 path.unlink(missing_ok=True)
+    tables = sorted(folder().glob("*.embedding"), key=lambda path: -path.stat().st_mtime)
+    for path in tables[KEPT:]:
+        path.unlink(missing_ok=True)
     for path in folder().glob("*.part"):
         if path.stat().st_mtime < time.time() - _ABANDONED_S:
             path.unlink(missing_ok=True)
@@ -117,7 +120,7 @@ class _Writer:
     def __init__(self, packages: Sequence[Path]) -> None:
         self.blocks: list[bytes] = []
         self._size = 0
-        self._files = [str(package.joinpath(*_WEIGHTS).resolve()) for package in packages]
+        self._files = [str(package.joinpath(*WEIGHTS).resolve()) for package in packages]
 
     def record(self, made: Compiled) -> dict[str, Any]:
         return {
@@ -193,7 +196,7 @@ class _Reader:
 
     def _file(self, number: int) -> np.ndarray:
         if number not in self._files:
-            self._files[number] = np.asarray(np.memmap(self._packages[number].joinpath(*_WEIGHTS), np.uint8, "r"))
+            self._files[number] = np.asarray(np.memmap(self._packages[number].joinpath(*WEIGHTS), np.uint8, "r"))
         return self._files[number]
 
     def _array(self, block: list[Any]) -> np.ndarray:
