@@ -10,6 +10,7 @@ from anechain.cli import (
     bake,
     bench,
     chat,
+    cost,
     demo,
     doctor,
     eval,
@@ -29,7 +30,8 @@ from anechain.errors import AnechainError
 INTERRUPTED = 130  # what typer returns for a KeyboardInterrupt, and shells expect
 
 app = typer.Typer(name="anechain", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-for verb in (bake, gate, lint, plan, run, chat, serve, eval, score, bench, ship, inspect, merge, doctor, demo, tune):
+VERBS = (bake, gate, lint, plan, run, chat, serve, eval, score, bench, cost, ship, inspect, merge, doctor, demo, tune)
+for verb in VERBS:
     app.command()(getattr(verb, verb.__name__.rpartition(".")[2]))
 
 
