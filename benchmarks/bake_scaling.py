@@ -1,12 +1,13 @@
 """What a bake costs by the number of layers and by layers a package: processor time, wall time, peak memory.
 
     python benchmarks/bake_scaling.py --tokenizer DIR [--layers 7 14 28 56] [--per-package 1 4 auto] [--repeats 3]
+                                      [--models DIR]
 
 Models of Qwen3-0.6B's shape with so many layers (benchmarks/make_qwen3.py) are baked as int8, blocks, head and
 embedding, context 1024, prefill 64, in fresh processes, round after round; the medians are printed. Counted is
 everything from the start of Python to the finished manifest, the hash of the checkpoint included, all workers together;
 not the baselines, which are not part of a package. Memory is the sum of the processes' proportional set sizes (see
-measure_tree.py). Linux only; DIR as for make_qwen3.py.
+measure_tree.py). Linux only; DIR as for make_qwen3.py. With --models the models are kept there for the next time.
 """
 
 import argparse
@@ -55,6 +56,7 @@ def measured(command: list[str]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokenizer", type=Path)
+    parser.add_argument("--models", type=Path)
     parser.add_argument("--layers", type=int, nargs="+", default=[7, 14, 28, 56])
     parser.add_argument("--per-package", nargs="+", default=["1", "4", "auto"])
     parser.add_argument("--repeats", type=int, default=3)
@@ -70,17 +72,19 @@ def main() -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     runs: dict[tuple[int, str], list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as root:
+        models = options.models or Path(root)
         for layers in options.layers:
-            model = Path(root) / f"{layers}-layers"
-            write_checkpoint(model, layers)
-            for name in ("tokenizer.json", "tokenizer_config.json"):
-                shutil.copy(options.tokenizer / name, model / name)
+            model = models / f"{layers}-layers"
+            if not (model / "tokenizer_config.json").exists():
+                write_checkpoint(model, layers)
+                for name in ("tokenizer.json", "tokenizer_config.json"):
+                    shutil.copy(options.tokenizer / name, model / name)
         for _ in range(options.repeats):
             for layers in options.layers:
                 for per_package in options.per_package:
                     output = Path(root) / "bundle"
                     command = [sys.executable, __file__, "--jobs", str(options.jobs), "--one"]
-                    run = measured([*command, str(Path(root) / f"{layers}-layers"), str(output), per_package])
+                    run = measured([*command, str(models / f"{layers}-layers"), str(output), per_package])
                     runs.setdefault((layers, per_package), []).append(run)
                     shutil.rmtree(output)
     rows = []

@@ -109,6 +109,25 @@ def test_files_are_those_of_coremltools_byte_for_byte(case: str, tmp_path: Path)
     assert ours == theirs
 
 
+def test_a_state_that_is_read_back_after_its_update(tmp_path: Path) -> None:
+    """No chain does that; a graph that does must not lose it on the way to the file."""
+
+    def write(folder: Path) -> bytes:
+        inputs = {"x": graph.mb.placeholder((1, 1, 32, 32), "fp16"), "kv": graph.mb.state_placeholder((1, 1, 32, 32))}
+        with graph.Function(inputs) as function:
+            state, x = function.inputs["kv"], function.inputs["x"]
+            updated = graph.mb.coreml_update_state(state=state, value=x, name="updated")
+            twice = graph.mb.mul(x=updated, y=np.float16(2), name="twice")
+            function.set_outputs([graph.mb.coreml_update_state(state=state, value=twice, name="again")])
+        package.write_model(graph.Program({DECODE: function}), folder, {}, 9)
+        return (folder / "model.mlmodel").read_bytes()
+
+    ours = write(tmp_path / "ours")
+    with through_coremltools(9):
+        assert write(tmp_path / "theirs") == ours
+    assert b"read_state" in ours
+
+
 @pytest.mark.parametrize("bits", [4, 6])
 def test_elements_of_less_than_a_byte_lie_without_gaps(bits: int) -> None:
     values = np.random.default_rng(bits).integers(0, 2**bits, 37, np.uint8)

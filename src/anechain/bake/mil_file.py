@@ -95,23 +95,30 @@ def _function(target: Any, function: Function, opset: str, weights: _Weights) ->
         _named(target.inputs.add(), var)
     block = target.block_specializations[opset]
     block.outputs.extend(var.name for var in function.outputs)
-    inlined = _read_by_expressions_only(function)
+    readers = _readers(function)
+    inlined = {op for op, kinds in readers.items() if op.kind == "const" and all(map(_spells_out, kinds))}
+    results = {var.op for var in function.outputs}
     for op in function.ops:
         if op.kind == "coreml_update_state":
-            _update(block, op)
+            _update(block, op, is_read=op in readers or op in results)
         elif op not in inlined:
             _operation(block.operations.add(), op, weights)
 
 
-def _read_by_expressions_only(function: Function) -> set[Op]:
-    """Constants that nothing but the spelling out of a weight reads: they are written inside of it."""
-    readers: dict[Op, bool] = {}
+def _readers(function: Function) -> dict[Op, set[str]]:
+    """The kinds of ops that read each op's results."""
+    readers: dict[Op, set[str]] = {}
     for op in function.ops:
         for argument in op.inputs.values():
             for var in argument if isinstance(argument, list) else [argument]:
-                if var.op is not None and var.op.kind == "const":
-                    readers[var.op] = readers.get(var.op, True) and op.kind.startswith("constexpr_")
-    return {op for op, only in readers.items() if only}
+                if var.op is not None:
+                    readers.setdefault(var.op, set()).add(op.kind)
+    return readers
+
+
+def _spells_out(kind: str) -> bool:
+    """Whether ops of this kind make a weight; constants that only they read are written inside of them."""
+    return kind.startswith("constexpr_")
 
 
 def _operation(target: Any, op: Op, weights: _Weights) -> None:
@@ -124,19 +131,26 @@ def _operation(target: Any, op: Op, weights: _Weights) -> None:
     for parameter, argument in op.inputs.items():
         for var in argument if isinstance(argument, list) else [argument]:
             binding = target.inputs[parameter].arguments.add()
-            if op.kind.startswith("constexpr_") and var.op is not None:
+            if _spells_out(op.kind) and var.op is not None:
                 _value(binding.value, var.op, weights)
             else:
                 binding.name = var.name
 
 
-def _update(block: Any, op: Op) -> None:
-    """In a file, `coreml_update_state` is a `write_state`; its result, which would be a `read_state`, is never used."""
+def _update(block: Any, op: Op, is_read: bool) -> None:
+    """In a file, `coreml_update_state` is a `write_state`, and a `read_state` where its result is used."""
     target = block.operations.add(type="write_state")
     _immediate(target.attributes["name"], f"{op.name}_write_state", "string")
     for parameter, argument in (("input", op.inputs["state"]), ("data", op.inputs["value"])):
         assert isinstance(argument, Var)
         target.inputs[parameter].arguments.add(name=argument.name)
+    if is_read:
+        state = op.inputs["state"]
+        assert isinstance(state, Var)
+        target = block.operations.add(type="read_state")
+        _immediate(target.attributes["name"], op.name, "string")
+        target.inputs["input"].arguments.add(name=state.name)
+        _named(target.outputs.add(), op.outputs[0])
 
 
 def _value(target: Any, op: Op, weights: _Weights) -> None:
