@@ -7,11 +7,17 @@ DO_IT = (
         "open {app}", "launch {app}", "start {app}", "fire up {app}", "bring up {app}", "run {app}", "show me {app}",
         "i want to use {app}", "switch to {app}", "open the app {app}", "i'd like {app} open", "take me to {app}",
         "get {app} started", "load {app}", "boot up {app}", "let me work in {app}",
+        "i need {app}", "{app}, please open", "put {app} on the screen", "time for {app}", "give me {app}",
+        "let's use {app}", "call up {app}", "bring {app} to the front", "have {app} come up",
+
     ), ("Opening {target}.",), "app"),
     Intent("do-it", "quit_app", (
         "quit {app}", "close {app}", "exit {app}", "stop {app}", "shut {app}", "i'm done with {app}", "leave {app}",
         "end {app}", "make {app} go away", "kill {app}", "i don't need {app} any more", "get out of {app}",
         "terminate {app}", "finish {app}",
+        "i am finished with {app}", "close down {app}", "hide {app} by quitting it",
+        "{app} can be closed", "i have had enough of {app}", "put {app} away", "turn {app} off", "quit out of {app}",
+
     ), ("Closing {target}.",), "app"),
     Intent("do-it", "set_volume", (
         "set the volume to {percent}", "volume to {percent} percent", "put the sound at {percent}", "volume {percent}",
@@ -82,7 +88,9 @@ DO_IT = (
     Intent("do-it", "lock_screen", (
         "lock the screen", "lock my mac", "lock the computer", "lock it up while i'm gone", "lock this machine",
         "put the lock screen on", "lock", "secure the screen", "lock my session", "activate the lock screen",
-        "i'm leaving my desk, lock the mac", "screen lock", "show the login lock",
+        "i'm leaving my desk, lock the mac", "screen lock", "show the login lock", "protect my mac while i am out",
+        "i step out for a minute, lock up", "ask for my password again", "keep others out of my mac",
+        "make the mac safe, i'm going to lunch", "guard the screen",
     ), ("Locking the screen.",)),
     Intent("do-it", "turn_on", (
         "turn on {switch}", "switch on {switch}", "enable {switch}", "turn {switch} on", "activate {switch}",
@@ -102,6 +110,10 @@ DESTRUCTIVE = (
         "get rid of {file}", "move {file} to the trash", "i don't need {file} any more", "wipe {file}",
         "discard {file}",
         "delete {file} for ever", "bin {file}", "drop {file}", "remove the file {file} from my mac",
+        "{file} is rubbish, delete it", "{file} is no longer needed",
+        "make {file} disappear", "scrap {file}", "away with {file}", "{file} belongs in the trash",
+        "delete that old {file}", "nobody needs {file}",
+
     ), ("Delete {target}?",), "file", True),
     Intent("destructive", "empty_trash", (
         "empty the trash", "clear the trash", "empty the bin", "delete everything in the trash", "clean out the trash",
@@ -129,6 +141,10 @@ DESTRUCTIVE = (
         "delete {app} completely",
         "take {app} off my mac", "wipe the app {app}", "i want {app} gone from the disk", "deinstall {app}",
         "remove the application {app}",
+        "i will never use {app} again, remove it", "erase the app {app}",
+        "delete the application {app}", "get the app {app} off this machine", "clear {app} off my computer",
+        "remove the program {app} for ever", "purge the app {app}",
+
     ), ("Uninstall {target}?",), "app", True),
     Intent("destructive", "erase_disk", (
         "erase the disk {disk}", "format {disk}", "wipe {disk}", "erase {disk}", "clear the disk {disk}",
@@ -145,12 +161,22 @@ AMBIGUOUS = (
         "open the document", "delete the old one", "make it bigger", "make it smaller", "turn that thing off",
         "save this somewhere", "use the usual one", "go there", "close those", "open my thing", "switch it",
         "erase that stuff", "open the folder", "show the picture", "quit the app", "throw the other one away",
+        "show me what we talked about", "the same as last time", "bring back the last one", "not this one, the other",
+        "finish it", "make it stop",
+        "start it", "try the next one", "let me have that again", "close everything that i don't want",
+        "do something with this", "take the one on the left", "fix that", "do what i said before",
+        "load the last thing",
+        "is it possible to open that", "show me the stuff from monday", "put those two together", "get rid of that",
     ), ("Which one do you mean?",)),
     Intent("ambiguous", "ask", (
         "set a timer", "start a timer", "remind me", "set a reminder", "make a note", "set the volume",
         "change the brightness", "start the countdown", "write something down", "make a reminder", "adjust the sound",
         "change the volume", "set the screen brightness", "set the clock", "remind me of something", "new note",
         "change the settings", "set an alarm", "start a countdown", "adjust the display", "note something",
+        "the sound is wrong, change it", "change how bright it is", "the volume, please",
+        "i want a reminder", "give me a timer", "i need a note", "let me have an alarm", "the screen is not right",
+        "change the loudness", "fix the brightness",
+
     ), ("What should I set it to?",)),
 )  # fmt: skip
 
@@ -170,6 +196,11 @@ OUT_OF_SCOPE = (
         "text {person} that i am late", "ring {person}", "buy concert tickets", "have {food} delivered",
         "write a poem about the sea", "how do i bake bread", "find me a doctor", "what time is it in {city}",
         "how much is a euro in dollars", "plan a trip to {city}", "invest my savings", "pick up the children",
+        "sing me something you made up", "paint a picture of {city}", "invent a story",
+        "make me a sandwich", "cut my hair", "iron my shirts", "teach me the violin",
+        "who invented the telephone", "what does this word mean", "predict the future", "find my lost keys",
+        "clean the bathroom", "tell {person} to come home", "babysit tonight", "choose my outfit", "fly me to {city}",
+
     ), ("I can't do that from here.",)),
 )  # fmt: skip
 
@@ -177,27 +208,51 @@ PLAIN_TALK = (
     Intent("plain-talk", "talk", (
         "hello", "hi", "good morning", "good evening", "hi there", "hello computer", "good day", "greetings", "hey",
         "nice to meet you", "good afternoon", "hello again",
+        "hi computer", "evening", "a very good morning to you", "hello mac", 
+        "here i am", "i'm back", "hi, it's me", "anybody in", "hello, are you listening", "welcome back",
+
     ), ("Hello! What can I do for you?",)),
     Intent("plain-talk", "talk", (
         "thank you", "thanks", "thanks a lot", "thank you very much", "many thanks", "that was helpful", "well done",
         "good job", "great work", "you are great", "perfect", "nice one", "that's exactly right", "i like you",
+        "that was fast", "i'm impressed", "excellent", "brilliant", "you did well", "thank you so much",
+        "very kind of you", "i owe you one", "what would i do without you", "wonderful, thanks", "bravo",
+
     ), ("You're welcome.",)),
     Intent("plain-talk", "talk", (
         "how are you", "how do you feel", "are you okay", "how is it going", "what's up", "how was your day",
         "are you happy", "are you tired", "do you sleep", "are you busy",
+        "are you feeling well", "everything fine with you", "how have you been", "how was your weekend",
+        "do you ever get bored", "are you in a good mood", "did you have a nice morning", "do you like music",
+        "do you have friends", "do you dream", "is everything all right with you", "are you cold in there",
+
     ), ("I'm fine, thank you.",)),
     Intent("plain-talk", "talk", (
         "who are you", "what are you", "what is your name", "are you a robot", "are you human", "what can you do",
         "who made you", "do you have a name", "are you real", "tell me about yourself", "introduce yourself",
+        "do you have a brain", "who is talking there", "what kind of program are you",
+        "where do you come from", "how old are you", "are you a person", "which assistant is this", "what's your job",
+        "how do you work", "have you got a name", "who am i talking with", "what is it that you do",
+
     ), ("I'm the assistant on this Mac.",)),
     Intent("plain-talk", "talk", (
         "good night", "bye", "goodbye", "see you later", "see you tomorrow", "that is all", "i'm going to bed",
         "talk to you later", "so long", "farewell", "until tomorrow",
+        "i have to run", "bye for now", "see you next week", "good night and sleep well", "i'm done for today",
+        "that's it for tonight", "have a nice evening", "ciao", "i am leaving", "catch you later", "enjoy your day",
+        "time for bed", "we'll speak again soon", "i'm heading home",
+
     ), ("See you soon.",)),
     Intent("plain-talk", "talk", (
         "i am bored", "i am sad", "i had a bad day", "i am so tired", "i am happy today", "i feel lonely",
         "work was awful today", "i am in a good mood", "i am hungry", "i am a bit nervous", "life is hard",
         "today was wonderful", "my head hurts", "i miss my friends",
+        "my dog ran away", "i passed my driving test", "we lost the match", "i fell in love",
+        "i could not sleep last night", "my boss shouted at me", "i got the job", "i am so excited", "i am worried",
+        "it was a long week", "my daughter took her first steps", "i feel great", "everyone forgot my name",
+        "i cannot stand mondays", "my back aches", "i am proud of my son", "nobody listens to me", "i won a prize",
+        "the neighbours were loud again", "i cried at the film", "i burnt the dinner", "my plants died",
+
     ), ("I hear you. Tell me if I can help.",)),
 )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import secrets
 from collections.abc import AsyncIterator, Coroutine
 from importlib.resources import files
@@ -28,6 +29,7 @@ PAGE_POLICY = (
 # Otherwise a path with a slash too many is sent on to an address made of the request's own Host header.
 PLAIN_ROUTES = {"docs_url": None, "redoc_url": None, "openapi_url": None, "redirect_slashes": False}
 
+STREAM_S = 0.02  # between two writes to one client, at least: 50 a second are more than an eye can follow
 CLOSED_REQUEST = 499  # nobody is there to read it
 Result = TypeVar("Result")
 
@@ -114,14 +116,14 @@ async def _answered(
     request.state.counted = True
     bodies = Bodies(chat, service.settings.name, plan, service.tokenizer)
     headers = {"x-request-id": running.id}
-    deltas = service.deltas(plan, running)
+    deltas = service.deltas(plan, running, STREAM_S if stream else math.inf)
 
     async def gathered() -> list[Delta]:
         """All of a whole answer; of a stream what comes with the first token: until then a failure has a status."""
-        parts = []
-        async for delta in deltas:
-            parts.append(delta)
-            if stream and (delta.tokens or delta.finish):
+        parts: list[Delta] = []
+        async for batch in deltas:
+            parts += batch
+            if stream and any(delta.tokens or delta.finish for delta in batch):
                 break
         return parts
 
@@ -148,24 +150,28 @@ async def _events(
     running: Running,
     bodies: Bodies,
     first: list[Delta],
-    deltas: AsyncIterator[Delta],
+    deltas: AsyncIterator[list[Delta]],
     with_usage: bool,
 ) -> AsyncIterator[bytes]:
     outcome, reason = "disconnected", "stop"
 
-    async def all_deltas() -> AsyncIterator[Delta]:
-        for delta in first:
-            yield delta
-        async for delta in deltas:
-            yield delta
+    def events(batch: list[Delta]) -> bytes:
+        """An event for each of them, for the client to get at once."""
+        nonlocal reason
+        made = []
+        for delta in batch:
+            bodies.usage.add(delta)
+            made += [event(chunk) for chunk in bodies.chunks(delta, with_usage)]
+            reason = delta.finish or reason
+        return b"".join(made)
 
     try:
         async with contextlib.aclosing(deltas):  # type: ignore[type-var]
-            async for delta in all_deltas():
-                bodies.usage.add(delta)
-                for chunk in bodies.chunks(delta, with_usage):
-                    yield event(chunk)
-                reason = delta.finish or reason
+            if sent := events(first):
+                yield sent
+            async for batch in deltas:
+                if sent := events(batch):
+                    yield sent
         if with_usage:
             yield event(bodies.usage_chunk())
         yield DONE

@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+import math
 import time
+from collections import deque
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -83,29 +85,54 @@ class Service:
         finally:
             self._planning -= 1
 
-    async def deltas(self, plan: Plan, running: Running) -> AsyncIterator[Delta]:
-        """The answer as it comes. Raises Problem; whoever stops listening ends it."""
-        loop, queue = asyncio.get_running_loop(), asyncio.Queue[Delta | Done | None]()
+    async def deltas(self, plan: Plan, running: Running, apart_s: float) -> AsyncIterator[list[Delta]]:
+        """The answer as it comes, all that has come at a time. Raises Problem; whoever stops listening ends it.
 
-        def deliver(item: Delta | Done | None) -> None:
-            if item is not None and not loop.is_closed():
-                loop.call_soon_threadsafe(queue.put_nowait, item)
+        The loop is woken for the first token and for the last word; for others at least `apart_s` after it was woken
+        before, so that a token that follows faster comes with the next one. Waking it takes a processor from the chain.
+        """
+        loop, ready, arrived = asyncio.get_running_loop(), asyncio.Event(), deque[Delta | Done]()
+        woken, begun = -math.inf, False
+
+        def deliver(item: Delta | Done | None) -> None:  # in the worker's thread
+            nonlocal woken, begun
+            if item is None:
+                return
+            arrived.append(item)
+            now, last = time.monotonic(), isinstance(item, Done) or item.finish is not None
+            first = not begun and isinstance(item, Delta) and item.tokens > 0
+            begun = begun or first
+            if (last or first or now - woken >= apart_s) and not loop.is_closed():
+                woken = now
+                loop.call_soon_threadsafe(ready.set)
+
+        def overrun() -> None:
+            arrived.append(Done(late(self.settings.time_out_s)))
+            ready.set()
 
         running.prompt_tokens = sum(map(len, plan.prompts))
         ticket = self.worker.submit(answer(self._parts, plan), deliver)
         # The worker looks at the time between two steps. An engine that hangs inside one must not hold the client.
-        limit_s = self.settings.time_out_s
-        overdue = loop.call_later(limit_s + GRACE_S, queue.put_nowait, Done(late(limit_s)))
+        overdue = loop.call_later(self.settings.time_out_s + GRACE_S, overrun)
         try:
             while True:
-                item = await queue.get()
-                if isinstance(item, Done):
-                    if item.problem:
-                        raise replace(item.problem)
+                await ready.wait()
+                ready.clear()
+                batch: list[Delta] = []
+                done: Done | None = None
+                while arrived and done is None:
+                    item = arrived.popleft()
+                    if isinstance(item, Done):
+                        done = item
+                    else:
+                        running.saw(item)
+                        batch.append(item)
+                if batch:
+                    yield batch
+                if done is not None:
+                    if done.problem:
+                        raise replace(done.problem)
                     return
-                if item is not None:
-                    running.saw(item)
-                    yield item
         finally:
             overdue.cancel()
             ticket.cancel()
