@@ -15,6 +15,7 @@ from anechain.serve.problem import Problem, problem_of
 from anechain.serve.schema import MAX_PROMPTS, ChatRequest, CompletionRequest, NamedTool
 
 Tools = Literal["none", "free", "call"]
+OWN_VARIABLES = ("messages", "tools", "add_generation_prompt")  # of a template; they are not for chat_template_kwargs
 
 
 class Planner:
@@ -36,6 +37,12 @@ class Planner:
             )
         tools: Tools = "none"
         grammar, variables = None, dict(request.chat_template_kwargs)
+        if taken := [name for name in OWN_VARIABLES if name in variables]:
+            raise Problem(
+                400,
+                f"chat_template_kwargs sets {', '.join(taken)}, which the request itself decides.",
+                param="chat_template_kwargs",
+            )
         if request.tools and request.tool_choice != "none":
             if not self._takes_tools:
                 raise Problem(400, "this model's chat template takes no tools.", param="tools")
