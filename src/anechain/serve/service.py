@@ -5,9 +5,10 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from typing import TypeVar, TypeVarTuple
 
 from anechain.run.chain import Chain
 from anechain.run.tokenizer import Tokenizer
@@ -18,6 +19,8 @@ from anechain.serve.prefixes import Prefixes
 from anechain.serve.problem import Problem, problem_of
 from anechain.serve.worker import Done, Worker, late
 
+Result = TypeVar("Result")
+Arguments = TypeVarTuple("Arguments")
 GRACE_S = 2.0  # for a step that is at work when a request's time is over
 log = logging.getLogger("anechain.serve")
 
@@ -75,7 +78,7 @@ class Service:
         self._planners = ThreadPoolExecutor(2, "anechain-plan")
         self._planning = 0
 
-    async def planned(self, function, *arguments):  # type: ignore[no-untyped-def]
+    async def planned(self, function: Callable[[*Arguments], Result], *arguments: *Arguments) -> Result:
         """What `function` returns, from a thread. Raises Problem, also when more plan already than could be served."""
         self.worker.check(self._planning)
         self._planning += 1
