@@ -274,3 +274,18 @@ def test_recipe_that_is_not_there(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(RecipeError, match="cannot be read"):
         load_recipe(str(path))
+
+
+def test_palettes_of_four_bits_are_asked_for_twice() -> None:
+    """Field case Q9: beside a state they gave wrong answers or crashed; no recipe has them by accident."""
+    schemes = {"q": "palette4", "k": "int8"}
+    rules = "".join(f'[[rule]]\nmatch = "layers.*.{part}"\nscheme = "{name}"\n' for part, name in schemes.items())
+    with pytest.raises(RecipeError) as refused:
+        parse_recipe(rules, "four.toml")
+    assert str(refused.value) == (
+        "four.toml cannot be used: palette4 is reported to fail on Macs beside a state (use experimental = true)."
+    )
+    assert parse_recipe("experimental = true\n" + rules, "four.toml").rules[0].scheme == parse_scheme("palette4")
+    assert parse_recipe(rules.replace("palette4", "palette6"), "six.toml").rules[0].scheme.bits == 6
+    with pytest.raises(RecipeError, match=r"experimental = 'yes' \(use true or false\)"):
+        parse_recipe("experimental = 'yes'\n" + rules, "four.toml")

@@ -188,7 +188,7 @@ class Recipe:
         return Recipe(data["name"], data["compute"], rules, data["layers_per_package"], norm, calibration)
 
 
-_TOP = {"name", "compute", "layers_per_package", "norm", "rule", "calibration"}
+_TOP = {"name", "compute", "layers_per_package", "norm", "rule", "calibration", "experimental"}
 _NEEDED, _LIMITS = {"match", "scheme"}, {"layers", "at_least", "at_most"}
 _COUNTS = {"sequences": 0, "length": 2, "seed": 0}  # the least that each may be
 
@@ -217,6 +217,13 @@ def parse_recipe(text: str, where: str) -> Recipe:
     for number, entry in enumerate(entries, 1):
         rules += _rules(entry, number, faults)
     calibration = _calibration(data["calibration"], faults) if "calibration" in data else None
+    experimental = data.get("experimental", False)
+    if not isinstance(experimental, bool):
+        faults.append(f"experimental = {experimental!r} (use true or false)")
+    fragile = sorted({str(r.scheme) for r in rules if r.scheme.kind == "palette" and r.scheme.bits == 4})
+    if fragile and experimental is False:
+        # coremltools issues 2688 and 2716: wrong answers, or a crash after about a hundred calls, next to a state.
+        faults.append(f"{', '.join(fragile)} is reported to fail on Macs beside a state (use experimental = true)")
     if faults:
         raise RecipeError(f"{where} cannot be used: {'; '.join(faults)}.")
     return Recipe(str(data.get("name", Path(where).stem)), compute, tuple(rules), per_package, norm, calibration)

@@ -17,10 +17,13 @@ from anechain.judge.oracle import Cache, Oracle
 Encode = Callable[[str], Sequence[int]]
 Progress = Callable[[int, int], None]
 
-# How the model's own texts begin, in turns: as texts do, and as questions to it where it has a chat template.
+# How the model's own texts begin, in turns: as texts do, in some languages, and as questions to it where it has a chat
+# template.
 BEGINNINGS = (
     *("The", "In", "A", "How", "Once", "When", "It", "def", "import", "Write", "What", "1.", "On", "She", "He", "This"),
     *("There", "If", "For", "My", "Our", "We", "#", "-", "Q:", "To", "As", "New", "Most", "Le", "Die", "El"),
+    *("Die Kinder gingen nach der Schule", "Der Zug nach Hamburg", "Il y a dans ma rue une", "Les enfants ont"),
+    *("Mi hermana trabaja en una", "El tren sale de la", "La mattina mia madre", "O rio passa por"),
 )
 QUESTIONS = (
     "Give me a recipe for pancakes.",

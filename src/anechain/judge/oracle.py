@@ -17,7 +17,7 @@ from anechain.errors import RequestError, SourceError
 Progress = Callable[[int, int], None]  # (done, total)
 Record = Callable[[int, list[np.ndarray]], None]  # (layer, hidden entering it, [n_i, H] f32 per sequence)
 
-QUERY_ROWS = 256  # scores of [heads, 256, positions] are held at once, not [heads, positions, positions]
+QUERY_ROWS = 64  # at a time, none looks further than the last of them: half of all scores are never made
 FFN_ROWS = 1024
 
 
@@ -224,22 +224,24 @@ def attend(q: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float, wi
     """
     n, heads, dim = q.shape
     n_kv, total, _ = keys.shape
-    grouped = q.reshape(n, n_kv, heads // n_kv, dim).transpose(1, 2, 0, 3)  # [n_kv, group, n, D]
-    out = np.empty((n, n_kv, heads // n_kv, dim), np.float32)
+    group = heads // n_kv
+    asking = (q * np.float32(scale)).reshape(n, n_kv, group, dim).transpose(1, 0, 2, 3)  # [n_kv, n, group, D]
+    out = np.empty((n, n_kv, group, dim), np.float32)
     for start in range(0, n, QUERY_ROWS):
-        rows = grouped[:, :, start : start + QUERY_ROWS]  # [n_kv, group, rows, D]
-        at = total - n + start + np.arange(rows.shape[2])[:, None]  # [rows, 1] positions that ask
+        rows = asking[:, start : start + QUERY_ROWS]  # [n_kv, rows, group, D]
+        at = total - n + start + np.arange(rows.shape[1])[:, None]  # [rows, 1] positions that ask
         first = 0 if window is None else max(0, int(at[0, 0]) - window + 1)
         last = int(at[-1, 0]) + 1
         seen = np.arange(first, last)[None]  # [1, span] positions that are looked at
-        scores = rows.reshape(n_kv, -1, dim) @ keys[:, first:last].transpose(0, 2, 1)  # [n_kv, group * rows, span]
-        scores = scores.reshape(*rows.shape[:3], -1) * np.float32(scale)  # [n_kv, group, rows, span]
         visible = seen <= at if window is None else (seen <= at) & (seen > at - window)  # [rows, span]
-        scores = np.where(visible, scores, np.float32(-np.inf))
-        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        weights /= weights.sum(axis=-1, keepdims=True)
-        mixed = weights.reshape(n_kv, -1, last - first) @ values[:, first:last]  # [n_kv, group * rows, D]
-        out[start : start + QUERY_ROWS] = mixed.reshape(rows.shape).transpose(2, 0, 1, 3)
+        weights = rows.reshape(n_kv, -1, dim) @ keys[:, first:last].transpose(0, 2, 1)  # [n_kv, rows * group, span]
+        by_row = weights.reshape(n_kv, len(at), group, -1)
+        by_row += np.where(visible, np.float32(0), np.float32(-np.inf))[:, None]
+        weights -= weights.max(axis=-1, keepdims=True)
+        np.exp(weights, out=weights)
+        mixed = weights @ values[:, first:last]  # [n_kv, rows * group, D]
+        mixed /= weights.sum(axis=-1, keepdims=True)
+        out[start : start + QUERY_ROWS] = mixed.reshape(rows.shape).transpose(1, 0, 2, 3)
     return out.reshape(n, heads * dim)
 
 
