@@ -190,6 +190,8 @@ def cost(port: int, server: psutil.Process, bundle: Path, args: argparse.Namespa
                 else served_pace(port, prompt, args.cost_tokens)
             )
         share = others.look()
+        said = f"{took[0]:.1f} beside {took[1]:.1f} tok/s, others took {share:.1%} of the machine"
+        print(said, file=sys.stderr, flush=True)
         if share > args.others:
             disturbed.append(share)
         elif number:
@@ -203,7 +205,7 @@ def cost(port: int, server: psutil.Process, bundle: Path, args: argparse.Namespa
         "own_tok_per_s": statistics.median(own for _, own in pairs),
         "cost": 1 - statistics.median(ratios), "cost_middle_half": [1 - high, 1 - low],
         "cost_least": 1 - max(ratios), "cost_most": 1 - min(ratios), "pairs": len(pairs),
-        "pairs_disturbed": len(disturbed),
+        "pairs_disturbed": len(disturbed), "processors": len(os.sched_getaffinity(0)),
     }  # fmt: skip
 
 
