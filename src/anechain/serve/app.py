@@ -28,7 +28,7 @@ PAGE_POLICY = (
 # Otherwise a path with a slash too many is sent on to an address made of the request's own Host header.
 PLAIN_ROUTES = {"docs_url": None, "redoc_url": None, "openapi_url": None, "redirect_slashes": False}
 
-STREAM_S = 0.02  # between two writes to one client, at least: 50 a second are more than an eye can follow
+STREAM_S = 1 / 30  # between two writes to one client, at least: 30 a second are more than an eye can read
 CLOSED_REQUEST = 499  # nobody is there to read it
 Result = TypeVar("Result")
 

@@ -11,9 +11,12 @@ from anechain.run.tokenizer import Tokenizer
 from anechain.serve.answer import Delta, Entry, Plan
 
 
+_encoded = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps would make an encoder for each event
+
+
 def event(body: Any) -> bytes:
     """One server-sent event. Escaped to ASCII: clients that split lines as Unicode does would cut at U+2028."""
-    return f"data: {json.dumps(body, separators=(',', ':'))}\n\n".encode()
+    return f"data: {_encoded(body)}\n\n".encode()
 
 
 DONE = b"data: [DONE]\n\n"
