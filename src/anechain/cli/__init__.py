@@ -26,6 +26,7 @@ VERBS: dict[str, Callable[[], ModuleType]] = {
     "eval": lambda: import_module("anechain.cli.eval"),
     "score": lambda: import_module("anechain.cli.score"),
     "bench": lambda: import_module("anechain.cli.bench"),
+    "cost": lambda: import_module("anechain.cli.cost"),
     "ship": lambda: import_module("anechain.cli.ship"),
     "inspect": lambda: import_module("anechain.cli.inspect"),
     "merge": lambda: import_module("anechain.cli.merge"),

@@ -163,8 +163,9 @@ class Bodies:
         for entry in entries:
             tokens.append(name(entry.id))
             values.append(None if entry.ranking is None else max(entry.ranking.logprob, -9999.0))
-            top = None if entry.ranking is None else {name(i): max(v, -9999.0) for i, v in entry.ranking.top}
-            tops.append(top)
+            # The token that was taken is always among them, so there may be one more than was asked for.
+            best = None if entry.ranking is None else [*entry.ranking.top, (entry.id, entry.ranking.logprob)]
+            tops.append(None if best is None else {name(i): max(value, -9999.0) for i, value in best})
             offsets.append(offset)
             offset += len(self._bytes(entry.id).decode(errors="ignore"))
         self._offsets[choice] = offset
