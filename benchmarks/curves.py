@@ -2,7 +2,7 @@
 
     python benchmarks/curves.py BUNDLE [--stages ONE_LAYER_BUNDLE] [--json OUT.json] [--plot OUT.svg]
 
-Best of some runs in one process, which is about to be alone on the machine: how much others used is in the record.
+Medians or the best of some runs in one process; how much of the processors others used meanwhile stands beside each.
 `--stages` is a bundle with one layer a package; its chain runs stage by stage and stitched, token by token in turn.
 """
 
@@ -55,15 +55,16 @@ def main() -> None:
 
 
 def by_context(chain: Chain, ids: np.ndarray, length: int) -> dict[str, float]:
-    session = chain.start()
+    before, session = clocks(), chain.start()
     chain.feed(session, ids[: length - STEPS])
     spent = [timed(chain, session, [int(token)]) for token in ids[length - STEPS : length]]
-    return {"context": length, "ms": median(spent), "tok_per_s": 1e3 / median(spent)}
+    return {"context": length, "ms": median(spent), "tok_per_s": 1e3 / median(spent), "others": used_by_others(before)}
 
 
 def by_length(chain: Chain, ids: np.ndarray, length: int) -> dict[str, float]:
+    before = clocks()
     ms = min(timed(chain, chain.start(), ids[:length]) for _ in range(3 if length < 512 else 2))
-    return {"tokens": length, "ms": ms, "tok_per_s": length / ms * 1e3}
+    return {"tokens": length, "ms": ms, "tok_per_s": length / ms * 1e3, "others": used_by_others(before)}
 
 
 def timed(chain: Chain, session: Any, ids: Any) -> float:
@@ -79,11 +80,13 @@ def stages(path: Path, ids: np.ndarray) -> dict[str, float]:
     for chain, session in zip(chains, sessions, strict=True):
         chain.feed(session, ids[:64])
     spent: list[list[float]] = [[], []]
+    before = clocks()
     for token in ids[64 : 64 + TURNS]:
         for which in (0, 1):
             spent[which].append(timed(chains[which], sessions[which], [int(token)]))
     single, whole = map(median, spent)
-    return {"stages": len(chains[0].stages), "ms": single, "stitched_ms": whole, "ratio": single / whole}
+    record = {"stages": len(chains[0].stages), "ms": single, "stitched_ms": whole, "ratio": single / whole}
+    return record | {"others": used_by_others(before)}
 
 
 def plot(record: dict[str, Any], out: Path) -> None:
@@ -107,4 +110,5 @@ def plot(record: dict[str, Any], out: Path) -> None:
     figure.savefig(out, metadata={"Date": None})
 
 
-main()
+if __name__ == "__main__":
+    main()
