@@ -10,7 +10,6 @@ from typing import Any
 from anechain.run.tokenizer import Tokenizer
 from anechain.serve.answer import Delta, Entry, Plan
 
-
 _encoded = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps would make an encoder for each event
 
 
