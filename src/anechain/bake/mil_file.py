@@ -73,9 +73,8 @@ class _Weights:
         record = struct.pack("<IIQQQ", BLOB_SENTINEL, _BLOB_NUMBERS[dtype], data.nbytes, at, unused)
         self._file.write(record.ljust(BLOB_RECORD, b"\0"))
         self._file.write(data.data.cast("B"))
-        padding = -data.nbytes % BLOB_RECORD
-        self._end, self._count = at + data.nbytes + padding, self._count + 1
-        self._file.write(bytes(padding))
+        # The next record is at a multiple of 64; behind the last one the file ends with its data.
+        self._end, self._count = at + data.nbytes + -data.nbytes % BLOB_RECORD, self._count + 1
         return start
 
     def finish(self) -> None:
