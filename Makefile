@@ -36,14 +36,28 @@ check: $(VENV)/dev.stamp
 	@$(BIN)/python -m pytest -q tests/test_rooms.py
 
 SPECIALIST := build/specialist
+EXAMPLE := examples/specialist
+BAKE := bake demo --lora $(SPECIALIST)/adapter --context 512 --force
+# Beside int8, whose verdict is asked for.
+RECIPES ?= int8-block32 int8-ffn-qkv-only palette8
 
-specialist: $(VENV)/dev.stamp
-	@$(BIN)/python examples/specialist/train.py --output $(SPECIALIST)/adapter
-	@$(BIN)/python examples/specialist/evaluate.py $(SPECIALIST)/adapter --output $(SPECIALIST)/figures.json
-	@$(BIN)/anechain bake demo --lora $(SPECIALIST)/adapter --context 512 --force -o $(SPECIALIST)/specialist-fp16
-	@$(BIN)/anechain bake demo --lora $(SPECIALIST)/adapter --context 512 --recipe int8 --force -o $(SPECIALIST)/specialist-int8
+# An adapter that is there is kept, as long as nothing that it was trained with is younger.
+$(SPECIALIST)/adapter/training.json: $(addprefix $(EXAMPLE)/,train.py data.py intents.py wording.py) | $(VENV)/dev.stamp
+	@$(BIN)/python $(EXAMPLE)/train.py --output $(@D)
+
+# The first verdict is SHIP and the second REVERT (docs/ship.md); anything else is an error.
+specialist: $(VENV)/dev.stamp $(SPECIALIST)/adapter/training.json
+	@$(BIN)/python $(EXAMPLE)/evaluate.py $(SPECIALIST)/adapter --output $(SPECIALIST)/figures.json
+	@$(BIN)/anechain $(BAKE) -o $(SPECIALIST)/specialist-fp16
+	@$(BIN)/anechain $(BAKE) --prefill 256 -o $(SPECIALIST)/specialist-prefill256
+	@$(BIN)/anechain $(BAKE) --recipe int8 -o $(SPECIALIST)/specialist-int8
 	@$(BIN)/anechain eval $(SPECIALIST)/specialist-fp16 --against-source demo --against-lora $(SPECIALIST)/adapter
+	@$(BIN)/anechain ship $(SPECIALIST)/specialist-fp16 --against $(SPECIALIST)/specialist-prefill256 --model-card
 	@$(BIN)/anechain ship $(SPECIALIST)/specialist-int8 --against $(SPECIALIST)/specialist-fp16 --model-card || test $$? -eq 1
+	@for recipe in $(RECIPES); do \
+	  $(BIN)/anechain $(BAKE) --recipe $$recipe -o $(SPECIALIST)/specialist-$$recipe; \
+	  $(BIN)/anechain eval $(SPECIALIST)/specialist-$$recipe --against $(SPECIALIST)/specialist-fp16; \
+	done
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/anechain.egg-info

@@ -9,7 +9,6 @@ DO_IT = (
         "get {app} started", "load {app}", "boot up {app}", "let me work in {app}",
         "i need {app}", "{app}, please open", "put {app} on the screen", "time for {app}", "give me {app}",
         "let's use {app}", "call up {app}", "bring {app} to the front", "have {app} come up",
-
     ), ("Opening {target}.",), "app"),
     Intent("do-it", "quit_app", (
         "quit {app}", "close {app}", "exit {app}", "stop {app}", "shut {app}", "i'm done with {app}", "leave {app}",
@@ -17,7 +16,6 @@ DO_IT = (
         "terminate {app}", "finish {app}",
         "i am finished with {app}", "close down {app}", "hide {app} by quitting it",
         "{app} can be closed", "i have had enough of {app}", "put {app} away", "turn {app} off", "quit out of {app}",
-
     ), ("Closing {target}.",), "app"),
     Intent("do-it", "set_volume", (
         "set the volume to {percent}", "volume to {percent} percent", "put the sound at {percent}", "volume {percent}",
@@ -25,6 +23,10 @@ DO_IT = (
         "i want the sound at {percent} percent", "set sound level {percent}", "loudness to {percent}",
         "audio level at {percent} percent", "turn the volume to {percent}", "bring the sound down to {percent}",
         "raise the volume to {percent}",
+        "make the sound {percent} percent loud", "i would like the volume at {percent}", "audio to {percent}",
+        "speakers at {percent} percent", "let the sound be {percent} percent", "adjust the volume to {percent}",
+        "the sound should be at {percent} percent", "increase the volume to {percent} percent",
+        "reduce the volume to {percent}", "play everything at {percent} percent",
     ), ("Volume at {target} percent.",), "percent"),
     Intent("do-it", "set_brightness", (
         "set the brightness to {percent}", "brightness to {percent} percent",
@@ -33,57 +35,92 @@ DO_IT = (
         "change the brightness to {percent}%", "display brightness {percent} percent", "light the screen at {percent}",
         "turn the brightness to {percent}", "bring the screen up to {percent} percent bright",
         "set the display light to {percent}", "lower the brightness to {percent}",
+        "i would like the screen at {percent} percent", "display to {percent} percent",
+        "adjust the brightness to {percent}", "the screen should have {percent} percent brightness",
+        "increase the brightness to {percent} percent", "reduce the brightness to {percent}",
+        "make the display {percent} percent bright", "let the monitor shine at {percent} percent",
+        "backlight to {percent}", "monitor brightness to {percent}",
     ), ("Brightness at {target} percent.",), "percent"),
     Intent("do-it", "play_music", (
         "play {music}", "put on {music}", "i want to hear {music}", "start playing {music}", "play me {music}",
         "let me hear {music}", "listen to {music}", "i feel like {music}", "give me {music}",
         "start {music} on the speakers",
         "turn on {music} for dinner", "some music: {music}", "can we have {music}",
+        "i would like to listen to {music}", "let {music} play", "the next thing to play is {music}",
+        "find {music} and play it", "begin with {music}", "make it sound like a party, play {music}",
+        "fill the room with {music}", "get {music} going", "next, play {music}", "queue {music} and start",
     ), ("Playing {target}.",), "music"),
     Intent("do-it", "pause_music", (
         "pause the music", "stop the music", "stop playing", "pause the song", "hold the music", "pause playback",
         "silence the music", "music off", "be quiet with that song", "halt the playlist", "no more music",
         "stop this song", "pause what is playing", "cut the music",
+        "stop the tune", "hold that track", "pause the track", "give the music a rest", "interrupt the music",
+        "stop the audio", "let the music wait", "put the song on hold", "the music should stop",
+        "pause it, the music i mean",
     ), ("Music paused.",)),
     Intent("do-it", "set_timer", (
         "set a timer for {duration}", "timer for {duration}", "start a timer of {duration}", "count down {duration}",
         "give me {duration} on the timer", "set the timer to {duration}", "a {duration} timer",
         "tell me when {duration} are over", "start counting {duration}", "ring after {duration}",
         "put {duration} on the clock", "begin a countdown of {duration}", "wake me from my nap in {duration}",
+        "i need a timer of {duration}", "alert me after {duration}", "make the timer {duration} long",
+        "let a timer run for {duration}", "time {duration} for me", "notify me once {duration} have gone by",
+        "countdown: {duration}", "have the timer go off after {duration}", "i want to be told after {duration}",
+        "timer, {duration}",
     ), ("Timer set for {target}.",), "duration"),
     Intent("do-it", "create_reminder", (
         "remind me to {task}", "set a reminder to {task}", "add a reminder: {task}", "i have to remember to {task}",
         "put {task} on my reminders", "make me remember to {task}", "reminder: {task}", "create a reminder to {task}",
         "don't let me forget to {task}", "add {task} to my to-do list", "new reminder, {task}",
         "i should not forget to {task}", "to-do: {task}",
+        "i want to be reminded to {task}", "nudge me to {task}", "tell me later to {task}",
+        "help me remember to {task}", "write a reminder to {task}", "set up a reminder so that i {task}",
+        "make sure that i {task}", "my next to-do is to {task}", "keep me from forgetting to {task}",
+        "a reminder to {task}",
     ), ("I will remind you to {target}.",), "task"),
     Intent("do-it", "create_note", (
         "make a note: {text}", "note that {text}", "write down {text}", "new note: {text}", "take a note: {text}",
         "create a note saying {text}", "jot down {text}", "save a note: {text}", "add a note that says {text}",
         "put this in a note: {text}", "write a note: {text}", "keep in my notes that {text}", "memo: {text}",
+        "note: {text}", "start a note with {text}", "i want to note that {text}", "record in my notes that {text}",
+        "put down that {text}", "a note, {text}", "store this note: {text}", "please write: {text}",
+        "add to my notes: {text}", "let my notes say {text}",
     ), ("Noted.",), "text"),
     Intent("do-it", "open_folder", (
         "open the {folder} folder", "show me the folder {folder}", "go to my {folder} folder", "open folder {folder}",
         "show the {folder} folder", "take me to the {folder} folder", "browse the {folder} folder",
         "look into the {folder} folder", "what is in the {folder} folder", "display the folder {folder}",
         "bring up the {folder} folder", "open my {folder} directory", "let me see the {folder} folder",
+        "open up the {folder} folder", "i want to see the {folder} folder", "jump to the folder {folder}",
+        "list the {folder} folder", "pull up the {folder} folder", "i need the folder {folder}",
+        "get me to my {folder} folder", "folder {folder}, open it", "show what the folder {folder} holds",
+        "switch to the {folder} folder",
     ), ("Opening the folder {target}.",), "folder"),
     Intent("do-it", "open_website", (
         "open {site}", "go to {site}", "visit {site}", "open the website {site}", "show me {site}", "browse to {site}",
         "take me to {site}", "load {site}", "i want to see {site}", "open the page {site}", "get {site} in the browser",
         "pull up {site}", "surf to {site}", "call up the site {site}",
+        "bring up {site}", "i need {site}", "head over to {site}", "display the site {site}", "let me look at {site}",
+        "point the browser at {site}", "fetch the page {site}", "open up {site} in a new tab",
+        "{site} in the browser", "start {site} in a window",
     ), ("Going to {target}.",), "site"),
     Intent("do-it", "open_file", (
         "open {file}", "open the file {file}", "show me {file}", "display {file}", "i want to see {file}",
         "load {file}",
         "bring up {file}", "let me read {file}", "open up the document {file}", "pull up {file}", "view {file}",
         "i need to look at {file}", "get me {file}",
+        "i want to read {file}", "let me see {file}", "open my {file}", "put {file} on the screen", "i need {file}",
+        "call up {file}", "show the contents of {file}", "can i see {file}", "where is {file}, open it",
+        "go to the file {file}",
     ), ("Opening {target}.",), "file"),
     Intent("do-it", "take_screenshot", (
         "take a screenshot", "make a screenshot", "capture the screen", "screenshot", "take a picture of the screen",
         "grab the screen", "snap the screen", "save what is on the screen", "get a screenshot",
         "record a still of my screen",
         "photograph the display", "do a screen capture", "i need a screenshot",
+        "shoot the screen", "keep an image of my display", "i want a picture of my desktop", "capture my display",
+        "make an image of what is shown", "screen grab", "copy the screen into a picture", "screenshot of everything",
+        "take a still of the desktop", "get me an image of the screen",
     ), ("Screenshot taken.",)),
     Intent("do-it", "lock_screen", (
         "lock the screen", "lock my mac", "lock the computer", "lock it up while i'm gone", "lock this machine",
@@ -96,11 +133,17 @@ DO_IT = (
         "turn on {switch}", "switch on {switch}", "enable {switch}", "turn {switch} on", "activate {switch}",
         "switch {switch} on", "put {switch} on", "start {switch}", "i want {switch} on", "set {switch} to on",
         "i need {switch}", "make {switch} active", "get {switch} working",
+        "i would like {switch} on", "have {switch} on", "bring {switch} up", "power on {switch}",
+        "let me use {switch}", "please give me {switch}", "get {switch} on", "begin using {switch}", "flip {switch} on",
+        "make sure {switch} is on",
     ), ("{target} is on.",), "switch"),
     Intent("do-it", "turn_off", (
         "turn off {switch}", "switch off {switch}", "disable {switch}", "turn {switch} off", "deactivate {switch}",
         "switch {switch} off", "put {switch} off", "stop {switch}", "i want {switch} off", "set {switch} to off",
         "no more {switch}", "make {switch} inactive", "i don't need {switch}",
+        "i would like {switch} off", "have {switch} off", "bring {switch} down", "power off {switch}",
+        "i am done with {switch}", "{switch} off", "get {switch} off", "quit using {switch}", "flip {switch} off",
+        "make sure {switch} is off",
     ), ("{target} is off.",), "switch"),
 )  # fmt: skip
 
@@ -113,27 +156,38 @@ DESTRUCTIVE = (
         "{file} is rubbish, delete it", "{file} is no longer needed",
         "make {file} disappear", "scrap {file}", "away with {file}", "{file} belongs in the trash",
         "delete that old {file}", "nobody needs {file}",
-
     ), ("Delete {target}?",), "file", True),
     Intent("destructive", "empty_trash", (
         "empty the trash", "clear the trash", "empty the bin", "delete everything in the trash", "clean out the trash",
         "take out the trash", "purge the trash", "empty trash", "wipe the trash can", "remove all items from the bin",
         "flush the trash", "get rid of what is in the trash", "make the trash empty",
+        "clear out the bin", "get the trash emptied", "destroy the contents of the trash", "dump the trash",
+        "the bin is full, empty it", "the trash needs emptying", "erase all that is in the bin", "make the bin empty",
+        "trash: empty it", "no more files in the trash",
     ), ("Empty the trash?",), "", True),
     Intent("destructive", "shut_down", (
         "shut down", "shut down the mac", "turn off the computer", "power off", "switch off the mac",
         "shut the computer down",
         "turn the mac off", "power down the machine", "shutdown", "shut everything down", "switch the computer off",
         "turn this machine off", "end the day and power off",
+        "put the mac out for the night", "switch off everything", "power the computer off", "shut off the mac",
+        "stop the computer completely", "turn everything off and end", "the mac can go off",
+        "turn off this computer completely", "make the computer power off", "shut this down",
     ), ("Shut down the Mac?",), "", True),
     Intent("destructive", "restart", (
         "restart", "restart the mac", "reboot", "reboot the computer", "restart this machine", "boot again",
         "do a restart", "start the mac again", "turn it off and on again", "reboot my mac", "restart the system",
         "cycle the power", "give the mac a fresh start",
+        "restart the computer", "make the mac restart", "reboot this thing", "run a reboot", "boot the mac anew",
+        "turn the mac off and on", "a reboot, please", "let the computer restart", "have the system boot again",
+        "the mac needs a reboot",
     ), ("Restart the Mac?",), "", True),
     Intent("destructive", "log_out", (
         "log out", "log me out", "sign out", "end my session", "log out of this account", "sign me out of the mac",
         "log off", "sign off the user", "close my session", "exit my account", "logout", "leave my user account",
+        "sign this user out", "take me out of my account", "finish my session", "take me back to the login window",
+        "let me log out", "i want to sign out", "end this login", "disconnect my account", "sign off",
+        "log this user off",
     ), ("Log out?",), "", True),
     Intent("destructive", "uninstall_app", (
         "uninstall {app}", "delete the app {app}", "remove {app} from my mac", "uninstall the app {app}",
@@ -144,12 +198,14 @@ DESTRUCTIVE = (
         "i will never use {app} again, remove it", "erase the app {app}",
         "delete the application {app}", "get the app {app} off this machine", "clear {app} off my computer",
         "remove the program {app} for ever", "purge the app {app}",
-
     ), ("Uninstall {target}?",), "app", True),
     Intent("destructive", "erase_disk", (
         "erase the disk {disk}", "format {disk}", "wipe {disk}", "erase {disk}", "clear the disk {disk}",
         "delete everything on {disk}", "reformat {disk}", "wipe the whole drive {disk}", "make {disk} empty",
         "remove all data from {disk}", "format the volume {disk}", "start over with a blank {disk}",
+        "format the disk {disk}", "erase all of {disk}", "{disk} must be wiped", "clean the drive {disk} completely",
+        "destroy all data on {disk}", "initialize the volume {disk}", "blank the disk {disk}",
+        "empty the drive {disk}", "zero out {disk}", "nothing on {disk} is needed, format it",
     ), ("Erase {target}?",), "disk", True),
 )  # fmt: skip
 
@@ -176,7 +232,6 @@ AMBIGUOUS = (
         "the sound is wrong, change it", "change how bright it is", "the volume, please",
         "i want a reminder", "give me a timer", "i need a note", "let me have an alarm", "the screen is not right",
         "change the loudness", "fix the brightness",
-
     ), ("What should I set it to?",)),
 )  # fmt: skip
 
@@ -200,7 +255,6 @@ OUT_OF_SCOPE = (
         "make me a sandwich", "cut my hair", "iron my shirts", "teach me the violin",
         "who invented the telephone", "what does this word mean", "predict the future", "find my lost keys",
         "clean the bathroom", "tell {person} to come home", "babysit tonight", "choose my outfit", "fly me to {city}",
-
     ), ("I can't do that from here.",)),
 )  # fmt: skip
 
@@ -208,16 +262,14 @@ PLAIN_TALK = (
     Intent("plain-talk", "talk", (
         "hello", "hi", "good morning", "good evening", "hi there", "hello computer", "good day", "greetings", "hey",
         "nice to meet you", "good afternoon", "hello again",
-        "hi computer", "evening", "a very good morning to you", "hello mac", 
+        "hi computer", "evening", "a very good morning to you", "hello mac",
         "here i am", "i'm back", "hi, it's me", "anybody in", "hello, are you listening", "welcome back",
-
     ), ("Hello! What can I do for you?",)),
     Intent("plain-talk", "talk", (
         "thank you", "thanks", "thanks a lot", "thank you very much", "many thanks", "that was helpful", "well done",
         "good job", "great work", "you are great", "perfect", "nice one", "that's exactly right", "i like you",
         "that was fast", "i'm impressed", "excellent", "brilliant", "you did well", "thank you so much",
         "very kind of you", "i owe you one", "what would i do without you", "wonderful, thanks", "bravo",
-
     ), ("You're welcome.",)),
     Intent("plain-talk", "talk", (
         "how are you", "how do you feel", "are you okay", "how is it going", "what's up", "how was your day",
@@ -225,7 +277,6 @@ PLAIN_TALK = (
         "are you feeling well", "everything fine with you", "how have you been", "how was your weekend",
         "do you ever get bored", "are you in a good mood", "did you have a nice morning", "do you like music",
         "do you have friends", "do you dream", "is everything all right with you", "are you cold in there",
-
     ), ("I'm fine, thank you.",)),
     Intent("plain-talk", "talk", (
         "who are you", "what are you", "what is your name", "are you a robot", "are you human", "what can you do",
@@ -233,7 +284,6 @@ PLAIN_TALK = (
         "do you have a brain", "who is talking there", "what kind of program are you",
         "where do you come from", "how old are you", "are you a person", "which assistant is this", "what's your job",
         "how do you work", "have you got a name", "who am i talking with", "what is it that you do",
-
     ), ("I'm the assistant on this Mac.",)),
     Intent("plain-talk", "talk", (
         "good night", "bye", "goodbye", "see you later", "see you tomorrow", "that is all", "i'm going to bed",
@@ -241,7 +291,6 @@ PLAIN_TALK = (
         "i have to run", "bye for now", "see you next week", "good night and sleep well", "i'm done for today",
         "that's it for tonight", "have a nice evening", "ciao", "i am leaving", "catch you later", "enjoy your day",
         "time for bed", "we'll speak again soon", "i'm heading home",
-
     ), ("See you soon.",)),
     Intent("plain-talk", "talk", (
         "i am bored", "i am sad", "i had a bad day", "i am so tired", "i am happy today", "i feel lonely",
@@ -252,7 +301,6 @@ PLAIN_TALK = (
         "it was a long week", "my daughter took her first steps", "i feel great", "everyone forgot my name",
         "i cannot stand mondays", "my back aches", "i am proud of my son", "nobody listens to me", "i won a prize",
         "the neighbours were loud again", "i cried at the film", "i burnt the dinner", "my plants died",
-
     ), ("I hear you. Tell me if I can help.",)),
 )  # fmt: skip
 

@@ -34,18 +34,18 @@ VALUES: dict[str, tuple[str, ...]] = {
     # So many that names have to be copied, not remembered.
     + tuple(
         f"{stem}.{ext}"
-        for number, stem in enumerate(
+        for stem in (
             ("essay", "photo_3", "contract", "timetable", "house_plan", "menu-june", "playlist", "thesis_v2", "receipt",
              "passport", "kitchen", "setup", "readme", "offer_b", "survey", "archive_old", "cat", "beach-09", "cellar",
              "trailer", "team_list", "chapter4", "novel", "quiz", "award", "bill_march", "voice-memo", "flyer", "graph",
              "data_2022", "mixtape", "storyboard", "wedding", "ticket_b7", "manual", "wallpaper", "sketch-5", "answer")
         )
-        for ext in (("pdf", "txt", "png"), ("docx", "zip", "mov"), ("jpg", "csv", "key"))[number % 3]
+        for ext in ("pdf", "txt", "png", "docx", "zip", "mov", "jpg", "csv", "key")
     ),
-    "percent": ("5", "10", "15", "20", "25", "30", "35", "40", "50", "55", "60", "70", "75", "80", "90", "100"),
+    "percent": tuple(str(percent) for percent in range(1, 101)),
     "duration": (
-        "1 minute", "2 minutes", "3 minutes", "5 minutes", "8 minutes", "10 minutes", "12 minutes", "15 minutes",
-        "20 minutes", "30 minutes", "45 minutes", "1 hour", "2 hours", "90 seconds", "30 seconds", "4 hours",
+        *("1 minute", "1 hour", "half an hour"), *(f"{minutes} minutes" for minutes in range(2, 60)),
+        *(f"{hours} hours" for hours in range(2, 11)), *(f"{seconds} seconds" for seconds in range(10, 100, 5)),
     ),
     "music": (
         "jazz", "some Bach", "the Beatles", "piano music", "my workout playlist", "Miles Davis", "rain sounds",
@@ -109,12 +109,19 @@ class Intent:
     confirm: bool = False
 
 
-# Frames around a core that asks for something. `{}` is the core.
-FRAMES = (
-    "{}", "{}", "{}", "please {}", "can you {}?", "could you {}?", "hey, {}", "would you {}?", "i need you to {}",
-    "just {}",
-    "okay, {}", "{} please", "{}, thanks", "{} now", "{} for me", "can you please {}?", "i want you to {}", "so, {}",
+# Frames around a core that asks for something, every opening with every closing. `{}` is the core.
+OPENINGS = (
+    "", "", "", "please ", "can you ", "could you ", "hey, ", "would you ", "i need you to ", "just ", "okay, ",
+    "can you please ", "i want you to ", "so, ", "listen, ", "now ", "computer, ", "if you can, ", "i'd ask you to ",
 )  # fmt: skip
+CLOSINGS = (
+    "", "", "", "", " please", ", thanks", " now", " for me", " straight away", " as soon as you can", " again",
+)  # fmt: skip
+FRAMES = tuple(
+    opening + "{}" + closing + ("?" if opening.startswith(("can", "could", "would")) else "")
+    for opening in OPENINGS
+    for closing in CLOSINGS
+)
 # Frames around what is said in conversation.
 TALK_FRAMES = (
     "{}", "{}", "{}", "hey, {}", "well, {}", "{}!", "oh, {}", "so, {}", "by the way, {}"

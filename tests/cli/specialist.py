@@ -18,6 +18,7 @@ from anechain.judge.evaluate import Comparison
 from anechain.judge.prepare import load_baseline
 from anechain.judge.score import CONDITIONS, Measurement, Run, Score, ScorePair, compared
 from anechain.judge.suite import Suite
+from anechain.run.cpu import cpu_engine
 from tests.judge.self_suite import self_suite
 from tests.tiny import write_tiny
 from tests.tiny_lora import pair, write_adapter
@@ -83,7 +84,7 @@ class World:
 
     def arguments(self, candidate: Path, **options: Any) -> list[Any]:
         given = {
-            "against": self.good, "suite": self.suite.path, "thresholds": self.thresholds, "engine": "reference",
+            "against": self.good, "suite": self.suite.path, "thresholds": self.thresholds, "engine": "cpu",
             "output": self.root / "card", **options,
         }  # fmt: skip
         return ["ship", candidate, *(part for name, value in given.items() for part in (f"--{name}", value))]
@@ -94,7 +95,8 @@ def make_world(root: Path) -> World:
     lora = adapter(root / "adapter")
     good = baked(root / "good", model, lora)
     (root / "limits.toml").write_text(THRESHOLDS, encoding="utf-8")
-    return World(root, model, lora, good, self_suite(open_bundle(good), root / "suite", 8), root / "limits.toml")
+    suite = self_suite(open_bundle(good), root / "suite", 8, cpu_engine("exact"))
+    return World(root, model, lora, good, suite, root / "limits.toml")
 
 
 def scripted_score(speed: float = 2.0, cost: float = 1.2) -> Callable[..., ScorePair]:

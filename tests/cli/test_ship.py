@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
@@ -11,12 +12,22 @@ from xml.etree import ElementTree
 import pytest
 
 from anechain.bundle.manifest import open_bundle
+from anechain.judge import card as card_module
 from anechain.judge.card import html, layer_bytes, model_card
 from anechain.judge.measured import configuration_of
 from anechain.judge.record import Device, GateFigures, Record, Trial, write_record
 from anechain.judge.ship import HISTORY, Thresholds
 from tests.cli.outcome import Outcome, refusal
-from tests.cli.specialist import THRESHOLDS, World, baked, card_of, make_world, without_drawing, without_measuring
+from tests.cli.specialist import (
+    THRESHOLDS,
+    World,
+    baked,
+    card_of,
+    make_world,
+    with_a_short_gate,
+    without_drawing,
+    without_measuring,
+)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +47,7 @@ def test_one_that_is_as_good_and_faster_ships(
     without_measuring(monkeypatch)
     candidate = baked(world.root / "candidate", world.model, world.lora, prefill=0)
     code, out, _ = anechain(*world.arguments(candidate), "--model-card")
-    assert code == 0 and re.search(r"^SHIP \(reference, [\w-]+\)$", out, re.MULTILINE) and "ANE: not measured" in out
+    assert code == 0 and re.search(r"^SHIP \(cpu, [\w-]+\)$", out, re.MULTILINE) and "ANE: not measured" in out
     card = card_of(world)
     assert card["ships"] and card["passed"] and not card["reasons"] and not card["override"]
     assert [p["name"] for p in card["parts"]] == ["lint", "gate", "traces", "fixtures", "score"]
@@ -44,17 +55,18 @@ def test_one_that_is_as_good_and_faster_ships(
     assert {(g["profile"], g["engine"]) for g in card["gate"]} == {("m8", "reference"), ("m8", "reference-stress")}
     assert card["eval"]["passed"] == card["eval"]["n"] == 8 and card["score"]["speed_ratio"] == pytest.approx(2.0)
     page = (world.root / "card/card.html").read_text(encoding="utf-8")
-    assert "SHIP (reference, " in page and page.count("<svg") == 6 and "prefers-color-scheme: dark" in page
+    assert "accuracy +0.00 pp" in out and "+0.00 pp" in page and "-0.00" not in out + page
+    assert "SHIP (cpu, " in page and page.count("<svg") == 6 and "prefers-color-scheme: dark" in page
     assert not re.search(r"""(?:src|href)=["'](?!#)|url\((?!#)|<script""", page.replace("xmlns:xlink", ""))
     ElementTree.fromstring(re.search(r"<svg.*?</svg>", page, re.DOTALL)[0])  # type: ignore[index]
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) == len(set(ids)) and "#0" + "1" * 5 not in page
     readme = (world.root / "card/README.md").read_text(encoding="utf-8")
     assert readme.startswith("---\n") and "| ANE | not measured |" in readme and "runs on the ANE" not in readme + page
+    known = [float(x) for x in re.findall(r"-?\d+\.?\d*(?:e-?\d+)?", json.dumps(card))]
     figures = set(re.findall(r"\d+\.\d+", readme)) - set(re.findall(r"\d+\.\d+", json.dumps(card)))
     for figure in figures:  # a rounding of something in the card
         digits = len(figure.partition(".")[2])
-        known = [float(x) for x in re.findall(r"-?\d+\.?\d*(?:e-?\d+)?", json.dumps(card))]
         assert any(f"{scale * x:.{digits}f}" == figure for x in known for scale in (1, 100, 1e-6)) or re.search(
             rf"{re.escape(figure)}e-\d\d", readme
         ), figure  # fmt: skip
@@ -67,18 +79,20 @@ def test_one_that_forgot_its_task_is_reverted_and_signed_off_in_red(
     world: World, dropped: Path, anechain: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_measuring(monkeypatch)
+    without_drawing(monkeypatch)
+    with_a_short_gate(monkeypatch)
     code, out, _ = anechain(*world.arguments(dropped))
-    assert code == 1 and re.search(r"^REVERT \(reference, [\w-]+\)$", out, re.MULTILINE)
+    assert code == 1 and re.search(r"^REVERT \(cpu, [\w-]+\)$", out, re.MULTILINE)
     card = card_of(world)
     assert not card["ships"] and any(r.startswith("fixtures: ") and "pp were lost" in r for r in card["reasons"])
     page = html(card)
     for pair in card["eval"]["against"]["discordant"]:
         assert f"<code>{pair['other']['text'].replace(chr(34), '&#34;')}</code>" in page
     assert card["eval"]["against"]["discordant"] and 'class="override"' not in page
-    without_drawing(monkeypatch)
     code, out, _ = anechain(*world.arguments(dropped), "--override", "wanted for <b>a demo</b>", "--json")
     card = json.loads(out)
     assert code == 0 and card["ships"] and not card["passed"] and card["verdict"].endswith(", OVERRIDDEN")
+    monkeypatch.setattr(card_module, "_drawn", lambda card: defaultdict(str))  # the plots are those above
     assert card["reasons"] and "Reason given: wanted for &lt;b&gt;a demo" in html(card)
     assert "**Signed off with a failed part.**" in model_card(card)
     lines = (dropped / HISTORY).read_text(encoding="utf-8").splitlines()
@@ -89,6 +103,7 @@ def test_an_override_of_nothing_is_no_override(
     world: World, anechain: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_measuring(monkeypatch)
+    with_a_short_gate(monkeypatch)
     without_drawing(monkeypatch)
     code, out, _ = anechain(*world.arguments(world.good), "--override", "just in case", "--json")
     assert code == 0 and json.loads(out)["override"] == "" and "OVERRIDDEN" not in out
@@ -99,6 +114,7 @@ def test_every_threshold_decides(
 ) -> None:
     """A loss of everything passes under limits that allow it, and the card has the hash of those limits."""
     without_measuring(monkeypatch, speed=1.0, cost=0.5)
+    with_a_short_gate(monkeypatch)
     without_drawing(monkeypatch)
     lax = THRESHOLDS
     for old, new in (
@@ -136,7 +152,7 @@ def test_thresholds_that_cannot_be_used_say_all_that_is_wrong(
 def test_eval_alone_paired_and_as_junit(
     world: World, dropped: Path, tmp_path: Path, anechain: Callable[..., Outcome]
 ) -> None:
-    told = ["--suite", world.suite.path, "--engine", "reference"]
+    told = ["--suite", world.suite.path, "--engine", "cpu"]
     code, out, _ = anechain("eval", world.good, *told, "--junit", tmp_path / "r.xml", "--split", "gate")
     assert code == 0 and "2 of 2" in out and "100.0%" in out
     assert len(ElementTree.parse(tmp_path / "r.xml").findall(".//testcase")) == 2
@@ -171,6 +187,7 @@ def test_a_record_of_a_mac_gives_the_verdict_a_second_line(
 ) -> None:
     """The record speaks of the form, which both share; that the fixtures were lost here stays a reason."""
     without_measuring(monkeypatch)
+    with_a_short_gate(monkeypatch)
     without_drawing(monkeypatch)
     form = replace(configuration_of(open_bundle(world.good)), model=world.model.name)
     plan = {"block-000.mlpackage": {"decode": {"conv": Device("NE", 1.0)}}}

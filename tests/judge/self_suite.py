@@ -15,6 +15,7 @@ from anechain.bundle.manifest import Bundle
 from anechain.judge.answers import ChainAnswerer
 from anechain.judge.suite import Suite, load_suite
 from anechain.run.chain import Chain
+from anechain.run.engine import Engine
 from anechain.run.reference import ReferenceEngine
 
 SCHEMA: dict[str, Any] = {"type": "string", "pattern": "^[a-zA-Z0-9]{4}$"}
@@ -30,8 +31,9 @@ def write_suite(folder: Path, rows: Sequence[dict[str, Any]], schema: Any = SCHE
     return load_suite(str(folder))
 
 
-def self_suite(bundle: Bundle, folder: Path, n: int = 20) -> Suite:
-    """`n` requests of four letters, three quarters of them in the split "trace", expecting what `bundle` answers."""
+def self_suite(bundle: Bundle, folder: Path, n: int = 20, engine: Engine | None = None) -> Suite:
+    """`n` requests of four letters, three quarters of them in the split "trace", expecting what `bundle` answers on
+    `engine`, by default the reference engine."""
     rng = np.random.default_rng(3)
     words = ["".join(rng.choice(list("abcdefghijklmnopqrstuvwxyz"), 4)) for _ in range(n)]
     rows = [
@@ -40,7 +42,7 @@ def self_suite(bundle: Bundle, folder: Path, n: int = 20) -> Suite:
         for i, word in enumerate(words)
     ]  # fmt: skip
     suite = write_suite(folder, rows)
-    answers = ChainAnswerer(suite, Chain(bundle, ReferenceEngine())).answers(suite.fixtures)
+    answers = ChainAnswerer(suite, Chain(bundle, engine or ReferenceEngine())).answers(suite.fixtures)
     for row, answer in zip(rows, answers, strict=True):
         row["expect"] = answer.text
     assert len({row["expect"] for row in rows}) > n // 2, "the model says the same to everything"

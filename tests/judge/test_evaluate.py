@@ -116,6 +116,9 @@ def test_an_interrupted_run_goes_on_and_asks_nothing_twice(suite: Suite, tmp_pat
     other = Scripted({}, identity=third.identity | {"model": "another"})
     collect(other, suite.fixtures, AnswerFile(tmp_path, other.identity))
     assert len(other.asked) == 12
+    moved = AnswerFile(tmp_path, other.identity)
+    moved.path.write_bytes(kept.path.read_bytes())  # the answers of one under the name of another
+    assert kept.read() and not moved.read()
 
 
 def test_rates_by_kind_and_wording(suite: Suite) -> None:
@@ -129,13 +132,17 @@ def test_rates_by_kind_and_wording(suite: Suite) -> None:
     assert found.sha256 == scripted(suite, ["f00", "f01", "f02"]).sha256 != scripted(suite, ["f00", "f01"]).sha256
 
 
-def test_an_answer_that_was_cut_off_fails(suite: Suite) -> None:
-    class Cut(Scripted):
-        def answers(self, fixtures: Sequence[Fixture]) -> Iterator[Answer]:
-            return (replace(a, finish="length") for a in super().answers(fixtures))
+class Cut(Scripted):
+    """What it says is whole, and yet it was stopped by the limit."""
 
+    def answers(self, fixtures: Sequence[Fixture]) -> Iterator[Answer]:
+        return (replace(a, finish="length") for a in super().answers(fixtures))
+
+
+def test_an_answer_that_was_cut_off_fails(suite: Suite) -> None:
     found = evaluate(suite, "all", Cut(right(suite)))
     assert found.rate == 0 and found.outcomes[0].judgement.faults == ("the answer was cut off at 16 tokens",)
+    assert traces(evaluate(suite, "trace", Cut(right(suite))))["valid"] == 0
 
 
 def test_what_is_thought_before_the_answer_is_not_judged(suite: Suite) -> None:

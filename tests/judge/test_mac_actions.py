@@ -6,6 +6,8 @@ import json
 import re
 import sys
 from collections import Counter
+from difflib import SequenceMatcher
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -94,13 +96,19 @@ class Masks:
 def test_the_training_data_holds_no_fixture_by_text_or_by_template(made: ModuleType) -> None:
     masked = Masks(made, SUITE.fixtures)
     texts = {words(row.text) for seed in (0, 1) for row in made.rows(seed, TRAINED_ROWS)}
-    templates = {masked(template) for template in made.templates()}
+    known, masked_parts = made.templates(), cache(masked)
+
+    def whole(template: str) -> str:
+        """`masked`, which takes long, of the few frames' halves and cores instead of every pair of them."""
+        return " ".join(filter(None, map(masked_parts, known[template])))
+
+    templates = set(map(whole, known))
     assert len(texts) > 5000 and len(templates) > 5000
     assert not [f.name for f in SUITE.fixtures if words(f.input) in texts]
     assert not [f.name for f in SUITE.fixtures if masked(f.input) in templates]
     # Every row comes from a template of the list that was just compared, and the comparison can find one.
     for row in made.rows(0, 500):
-        assert row.template in made.templates() and masked(row.template) in templates
+        assert row.template in known and masked(row.template) == whole(row.template)
     assert words("Please open Safari!") == "please open safari" and masked("Please OPEN Safari!") in templates
 
 
@@ -125,17 +133,29 @@ def test_the_adapter_is_what_its_record_says_and_was_trained_on_these_rows(made:
     assert len(weights) == record["adapter_bytes"] < 4_000_000
     assert hashlib.sha256(weights).hexdigest() == record["adapter_sha256"]
     rows = made.rows(record["seed"], record["rows"])
+    kept = {row.template for row in made.rows(0, 2000, validation=True)}
+    assert len(kept) > 200 and not kept & {row.template for row in rows}
     text = "\n".join(f"{row.text}\t{row.answer}" for row in rows)
     assert hashlib.sha256(text.encode()).hexdigest() == record["data_sha256"]
     assert record["cpu_s"] < 30 * 60
 
 
-def test_the_figures_are_of_this_suite_and_say_what_was_asked_for() -> None:
-    """Judged anew from the answers that are kept: the base fails most held-out fixtures, the specialist few."""
+def resemblance(masked: Masks, fixture: Fixture, cores: dict[str, set[str]]) -> float:
+    """Of a request and the trained wording of its kind that is most like it: 2 x words in common, in order, / words."""
+    mine = masked(fixture.input).split()
+    return max(SequenceMatcher(None, mine, masked(core).split()).ratio() for core in cores[fixture.kind])
+
+
+def test_the_figures_are_of_this_suite_and_say_what_was_asked_for(made: ModuleType) -> None:
+    """Judged anew from the answers that are kept: the base fails most held-out fixtures, the specialist few, and no
+    more of those that nothing in the training data resembles."""
     figures = json.loads((EXAMPLE / "figures.json").read_text(encoding="utf-8"))
     assert figures["suite_sha256"] == SUITE.sha256 and len(figures["answers"]) == len(SUITE.fixtures)
     held_out = [f for f in SUITE.fixtures if f.wording == "held-out"]
-    passed = [judge(f, figures["answers"][f.name], SUITE.schema).passed for f in held_out]
+    passed = {f.name: judge(f, figures["answers"][f.name], SUITE.schema).passed for f in held_out}
     counted = figures["specialist, schema"]["held-out"]
-    assert (sum(passed), len(passed)) == (counted["passed"], counted["n"]) and sum(passed) > 0.75 * len(passed)
-    assert figures["base, schema"]["held-out"]["rate"] < 0.5
+    assert (sum(passed.values()), len(passed)) == (counted["passed"], counted["n"])
+    assert counted["rate"] >= 0.8 and figures["base, schema"]["held-out"]["rate"] < 0.5
+    masked, cores = Masks(made, SUITE.fixtures), made.cores()
+    unlike = [passed[f.name] for f in held_out if resemblance(masked, f, cores) < 0.7]
+    assert len(unlike) > 60 and sum(unlike) >= 0.8 * len(unlike)

@@ -72,7 +72,7 @@ def test_two_bundles_are_measured_in_turns_in_processes_of_their_own(tmp_path: P
         make_bundle(tiny_source("qwen3"), tmp_path / "b", context=64).path,
     ]  # fmt: skip
     steps: list[str] = []
-    opener = partial(open_chain, engine="reference", fast=False)
+    opener = partial(open_chain, engine="cpu", fast=False)
     prompts = [[1, 2, 3, 4], [1, 2, 3, 5]]
     found = measure(paths, opener, prompts, "s", lambda done, total, what: steps.append(what), runs=3)
     assert [len(m.runs) for m in found] == [3, 3] and len(steps) == 2 * (1 + 1 + 3)
@@ -82,7 +82,7 @@ def test_two_bundles_are_measured_in_turns_in_processes_of_their_own(tmp_path: P
     for m, path in zip(found, paths, strict=True):
         assert all(r.first_token_ms > 0 and r.tok_per_s > 0 for r in m.runs)
         assert 50e6 < m.peak_rss_bytes < 2e9 and m.disk_bytes == disk_bytes(path)
-        assert m.conditions["engine"] == "reference" and m.conditions["prompt_tokens"] == 4
+        assert m.conditions["engine"] == "cpu-native-exact" and m.conditions["prompt_tokens"] == 4
     with pytest.raises(RequestError, match="differ in the prompt "):
         compared(Score(found[0], 1.0), Score(found[1], 1.0))
 

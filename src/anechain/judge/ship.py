@@ -216,7 +216,7 @@ def _score(pair: ScorePair | None, limits: Mapping[str, Any]) -> Part:
     if pair is None:
         return Part("score", "not measured", ("it was not measured",))
     summary = (
-        f"speed {pair.speed_ratio:.2f}x, accuracy {-pair.accuracy_loss_pp:+.2f} pp, cost {pair.cost_ratio:.2f}x: "
+        f"speed {pair.speed_ratio:.2f}x, accuracy {0.0 - pair.accuracy_loss_pp:+.2f} pp, cost {pair.cost_ratio:.2f}x: "
         f"{pair.candidate.total:.3f} against {pair.other.total:.3f}"
     )
     reasons = []
