@@ -68,7 +68,9 @@ def show_score(pair: ScorePair, names: tuple[str, str]) -> None:
     table.add_row("decode, tok/s", _times(a.to_json()["tok_per_s_range"], a.tok_per_s),
                   _times(b.to_json()["tok_per_s_range"], b.tok_per_s), f"{a.tok_per_s / b.tok_per_s:.2f}x")  # fmt: skip
     table.add_row("speed", f"{mine.speed:.3f}", f"{theirs.speed:.3f}", f"{pair.speed_ratio:.2f}x")
-    table.add_row("accuracy", f"{mine.accuracy:.1%}", f"{theirs.accuracy:.1%}", f"{0.0 - pair.accuracy_loss_pp:+.2f} pp")
+    table.add_row(
+        "accuracy", f"{mine.accuracy:.1%}", f"{theirs.accuracy:.1%}", f"{0.0 - pair.accuracy_loss_pp:+.2f} pp"
+    )
     table.add_row("disk, GiB", f"{a.disk_bytes / 2**30:.3f}", f"{b.disk_bytes / 2**30:.3f}", "")
     table.add_row("peak memory, GiB", f"{a.peak_rss_bytes / 2**30:.3f}", f"{b.peak_rss_bytes / 2**30:.3f}", "")
     table.add_row("cost (2 / GiB)", f"{mine.cost:.3f}", f"{theirs.cost:.3f}", f"{pair.cost_ratio:.2f}x")
