@@ -126,8 +126,8 @@ def without_drawing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ship_module, "html", lambda card: "")
 
 
-def with_a_short_gate(patch: pytest.MonkeyPatch, prompts: int = 2) -> None:
-    """The first prompts of the baseline in place of all five: enough to refuse what is refused here."""
+def with_a_short_gate(patch: pytest.MonkeyPatch, prompts: int = 1) -> None:
+    """The first prompt of the baseline in place of all five: enough to refuse what is refused here."""
 
     def load(bundle: Bundle, profile: Profile) -> Baseline:
         whole = load_baseline(bundle, profile)

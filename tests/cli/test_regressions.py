@@ -103,14 +103,27 @@ def with_adapter(**options: object) -> Callable[[World, Path], Path]:
 
 def with_text(file: str, old: str, new: str) -> Callable[[World, Path], Path]:
     def make(world: World, place: Path) -> Path:
-        model = place / "model"
-        shutil.copytree(world.model, model)
-        text = (model / file).read_text(encoding="utf-8")
-        assert old in text
-        (model / file).write_text(text.replace(old, new), encoding="utf-8")
-        return baked(place / "bundle", model, world.lora)
+        return baked(place / "bundle", changed_text(world.model, place / "model", file, old, new), world.lora)
 
     return make
+
+
+def with_template(old: str, new: str) -> Callable[[World, Path], Path]:
+    """What a bake of a model with another chat template gives: nothing else of a bundle depends on it."""
+
+    def make(world: World, place: Path) -> Path:
+        changed_text(world.good, place / "donor", f"tokenizer/{TEMPLATE}", old, new)
+        return grafted(place / "bundle", world.good, place / "donor", f"tokenizer/{TEMPLATE}")
+
+    return make
+
+
+def changed_text(folder: Path, place: Path, file: str, old: str, new: str) -> Path:
+    shutil.copytree(folder, place)
+    text = (place / file).read_text(encoding="utf-8")
+    assert old in text
+    (place / file).write_text(text.replace(old, new), encoding="utf-8")
+    return place
 
 
 def flipped(world: World, place: Path) -> Path:
@@ -144,9 +157,9 @@ REGRESSIONS: dict[str, tuple[Callable[[World, Path], Path], int, str]] = {
     "another adapter": (with_adapter(size=0.2), 1, "pp were lost"),
     "an adapter without one of its modules": (
         with_adapter(modules={k: v for k, v in MODULES.items() if "down" not in k}), 1, "pp were lost"),
-    "the chat template writes another role": (with_text(TEMPLATE, "assistant", "Assistant"), 2, "the prompts"),
+    "the chat template writes another role": (with_template("assistant", "Assistant"), 2, "the prompts"),
     "the chat template loses a line break": (
-        with_text(TEMPLATE, "<|im_end|>\\n{% endfor", "<|im_end|>{% endfor"), 2, "the prompts"),
+        with_template("<|im_end|>\\n{% endfor", "<|im_end|>{% endfor"), 2, "the prompts"),
     "the rope base is another": (with_text(CONFIG, "10000.0", "10.0"), 1, "pp were lost"),
     "noise in the embedding": (graft("embedding.npy", "noise"), 1, "top tokens differ"),
     "noise in the head": (graft("head.mlpackage", "noise"), 1, "top tokens differ"),

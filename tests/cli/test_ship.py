@@ -85,6 +85,7 @@ def test_one_that_forgot_its_task_is_reverted_and_signed_off_in_red(
     assert code == 1 and re.search(r"^REVERT \(cpu, [\w-]+\)$", out, re.MULTILINE)
     card = card_of(world)
     assert not card["ships"] and any(r.startswith("fixtures: ") and "pp were lost" in r for r in card["reasons"])
+    monkeypatch.setattr(card_module, "_drawn", lambda card: defaultdict(str))  # the test above looks at the plots
     page = html(card)
     for pair in card["eval"]["against"]["discordant"]:
         assert f"<code>{pair['other']['text'].replace(chr(34), '&#34;')}</code>" in page
@@ -92,7 +93,6 @@ def test_one_that_forgot_its_task_is_reverted_and_signed_off_in_red(
     code, out, _ = anechain(*world.arguments(dropped), "--override", "wanted for <b>a demo</b>", "--json")
     card = json.loads(out)
     assert code == 0 and card["ships"] and not card["passed"] and card["verdict"].endswith(", OVERRIDDEN")
-    monkeypatch.setattr(card_module, "_drawn", lambda card: defaultdict(str))  # the plots are those above
     assert card["reasons"] and "Reason given: wanted for &lt;b&gt;a demo" in html(card)
     assert "**Signed off with a failed part.**" in model_card(card)
     lines = (dropped / HISTORY).read_text(encoding="utf-8").splitlines()
