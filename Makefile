@@ -32,7 +32,7 @@ fast: $(VENV)/dev.stamp
 
 check: $(VENV)/dev.stamp
 	@$(BIN)/ruff check .
-	@$(BIN)/mypy --strict src/anechain/bundle src/anechain/run
+	@$(BIN)/mypy --strict src/anechain/bundle src/anechain/run src/anechain/serve
 	@$(BIN)/python -m pytest -q tests/test_rooms.py
 
 SPECIALIST := build/specialist

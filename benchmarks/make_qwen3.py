@@ -18,9 +18,9 @@ import numpy as np
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN = 151936, 1024, 16, 8, 128, 3072
 
 
-def shapes(layers: int) -> dict[str, tuple[int, ...]]:
+def shapes(layers: int, vocab: int = VOCAB) -> dict[str, tuple[int, ...]]:
     """Hugging Face name -> shape, in the order in which they are stored."""
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN)}
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, HIDDEN)}
     for i in range(layers):
         at = f"model.layers.{i}"
         found |= {
@@ -39,12 +39,12 @@ def shapes(layers: int) -> dict[str, tuple[int, ...]]:
     return found | {"model.norm.weight": (HIDDEN,)}
 
 
-def config(layers: int) -> dict[str, object]:
+def config(layers: int, vocab: int = VOCAB) -> dict[str, object]:
     """The fields of Qwen3-0.6B's config.json that say what it computes."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
-        "vocab_size": VOCAB,
+        "vocab_size": vocab,
         "hidden_size": HIDDEN,
         "num_hidden_layers": layers,
         "num_attention_heads": HEADS,
@@ -76,14 +76,10 @@ def tensor(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     return (values.view(np.uint32) + 0x8000 >> 16).astype(np.uint16)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--tokenizer", type=Path, required=True)
-    parser.add_argument("--layers", type=int, default=28)
-    options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
-    wanted = shapes(options.layers)
+def write_checkpoint(output: Path, layers: int, vocab: int = VOCAB) -> int:
+    """Writes config.json and model.safetensors into the folder `output`; returns the bytes of the tensors."""
+    output.mkdir(parents=True, exist_ok=True)
+    wanted = shapes(layers, vocab)
     header, offset = {}, 0
     for name, shape in wanted.items():
         size = 2 * int(np.prod(shape))
@@ -91,15 +87,24 @@ def main() -> None:
         offset += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with (options.output / "model.safetensors").open("wb") as file:
+    with (output / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for seed, (name, shape) in enumerate(wanted.items()):
             file.write(tensor(name, shape, seed).tobytes())
-            print(f"\r{seed + 1} of {len(wanted)} tensors", end="", flush=True)
-    (options.output / "config.json").write_text(json.dumps(config(options.layers), indent=1))
+    (output / "config.json").write_text(json.dumps(config(layers, vocab), indent=1))
+    return offset
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--tokenizer", type=Path, required=True)
+    parser.add_argument("--layers", type=int, default=28)
+    options = parser.parse_args()
+    size = write_checkpoint(options.output, options.layers)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(options.tokenizer / name, options.output / name)
-    print(f"\n{options.output}: {offset / 1e6:.0f} MB, {options.layers} layers")
+    print(f"{options.output}: {size / 1e6:.0f} MB, {options.layers} layers")
 
 
 if __name__ == "__main__":

@@ -153,20 +153,59 @@ def own_pace(chain: Chain, tokenizer: Tokenizer, prompt: str, tokens: int) -> fl
     return (len(at) - 1) / (at[-1] - at[0])
 
 
-def cost(port: int, bundle: Path, engine: str, rounds: int, tokens: int) -> dict[str, float]:
-    opened = open_bundle(bundle)
-    chain, tokenizer = Chain(opened, open_engine(engine)), Tokenizer.load(bundle / TOKENIZER)
+class Others:
+    """What share of the processors other processes take, between two looks."""
+
+    def __init__(self, server: psutil.Process) -> None:
+        self._ours, self._before = [server, psutil.Process()], (0.0, 0.0)
+        self.look()
+
+    def look(self) -> float:
+        spent = [process.cpu_times() for process in self._ours]
+        machine = psutil.cpu_times()
+        at = time.monotonic() * (psutil.cpu_count() or 1)
+        idle = machine.idle + getattr(machine, "iowait", 0.0)
+        now = at, at - idle - sum(times.user + times.system for times in spent)
+        wall, taken = (after - before for after, before in zip(now, self._before, strict=True))
+        self._before = now
+        return taken / wall
+
+
+def cost(port: int, server: psutil.Process, bundle: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Pairs of a served stream and the chain's own, each first in turn; the first pair warms up.
+
+    Where other processes took more than --others of the machine during a pair, it is told and not counted.
+    """
+    chain, tokenizer = Chain(open_bundle(bundle), open_engine(args.engine)), Tokenizer.load(bundle / TOKENIZER)
     prompt = "The history of the lighthouse begins"
-    served, own = [], []
-    for number in range(rounds + 1):
-        pair = served_pace(port, prompt, tokens), own_pace(chain, tokenizer, prompt, tokens)
-        if number:
-            served.append(pair[0])
-            own.append(pair[1])
-    ratios = [s / o for s, o in zip(served, own, strict=True)]
+    pairs: list[tuple[float, float]] = []
+    disturbed = []
+    others = Others(server)
+    for number in range(4 * args.rounds + 1):
+        took = [0.0, 0.0]
+        for which in (0, 1) if number % 2 else (1, 0):
+            took[which] = (
+                own_pace(chain, tokenizer, prompt, args.cost_tokens)
+                if which
+                else served_pace(port, prompt, args.cost_tokens)
+            )
+        share = others.look()
+        said = f"{took[0]:.1f} beside {took[1]:.1f} tok/s, others took {share:.1%} of the machine"
+        print(said, file=sys.stderr, flush=True)
+        if share > args.others:
+            disturbed.append(share)
+        elif number:
+            pairs.append((took[0], took[1]))
+        if len(pairs) == args.rounds:
+            break
+    ratios = [served / own for served, own in pairs]
+    low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
     return {
-        "served_tok_per_s": statistics.median(served), "own_tok_per_s": statistics.median(own),
-        "cost": 1 - statistics.median(ratios), "cost_least": 1 - max(ratios), "cost_most": 1 - min(ratios),
+        "served_tok_per_s": statistics.median(served for served, _ in pairs),
+        "own_tok_per_s": statistics.median(own for _, own in pairs),
+        "cost": 1 - statistics.median(ratios), "cost_middle_half": [1 - high, 1 - low],
+        "cost_least": 1 - max(ratios), "cost_most": 1 - min(ratios), "pairs": len(pairs),
+        "pairs_disturbed": len(disturbed), "processors": len(os.sched_getaffinity(0)),
     }  # fmt: skip
 
 
@@ -177,8 +216,9 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=200, help="of each client; 0 measures the cost alone")
     parser.add_argument("--tokens", type=int, default=24, help="the longest answer under load")
     parser.add_argument("--minutes", type=float, default=60, help="no request begins later")
-    parser.add_argument("--rounds", type=int, default=7, help="of the cost; 0 for none")
-    parser.add_argument("--cost-tokens", type=int, default=384, help="of each stream whose pace is taken")
+    parser.add_argument("--rounds", type=int, default=21, help="pairs of the cost; 0 for none")
+    parser.add_argument("--cost-tokens", type=int, default=192, help="of each stream whose pace is taken")
+    parser.add_argument("--others", type=float, default=0.03, help="a pair counts if other processes took less")
     parser.add_argument("--engine", default="cpu")
     args = parser.parse_args()
     command = [sys.executable, "-m", "anechain", "serve", str(args.bundle), "--port", "0", "--json"]
@@ -197,7 +237,7 @@ def main() -> None:
         if args.requests:
             record |= load(port, psutil.Process(process.pid), args.clients, args.requests, args.tokens, args.minutes)
         if args.rounds:
-            record |= cost(port, args.bundle, args.engine, args.rounds, args.cost_tokens)
+            record |= cost(port, psutil.Process(process.pid), args.bundle, args)
         alive = process.poll() is None
         process.send_signal(signal.SIGTERM)
         stopped = time.monotonic()

@@ -55,7 +55,8 @@ def one_a_layer(spec: ModelSpec, recipe, weights, layers: range, context: int): 
                 end=self.inputs[f"end_{j}"],
             )
             Updating.value = mb.coreml_update_state(state=self.inputs[STATE], value=row)
-            both = mb.slice_by_size(x=Updating.value, begin=[2 * j, 0, 0, 0], size=[2, n_kv, context, depth])
+            rows = {"x": Updating.value, "begin": [2 * j, 0, 0, 0], "size": [2, n_kv, context, depth]}
+            both = mb.op("slice_by_size", rows, (2, n_kv, context, depth), "fp16", None)
             keys, values = mb.split(x=both, num_splits=2, axis=0)
             scores = mb.add(x=mb.matmul(x=q, y=keys, transpose_y=True), y=mask)
             mix = mb.matmul(x=mb.softmax(x=scores, axis=3), y=values)
@@ -69,7 +70,7 @@ def one_a_layer(spec: ModelSpec, recipe, weights, layers: range, context: int): 
             x, _, _ = built.layer(x, i, None, None, inputs["cos"], inputs["sin"], inputs["mask"])
         return [built.port(mb.transpose(x=x, perm=[0, 2, 3, 1], name="rows"), "hidden_out")]
 
-    return graph._program({"decode": graph._function(ports, body)})
+    return graph.Program({"decode": graph._function(ports, body)})
 
 
 def step_ms(stage: Stage, inputs: dict[str, np.ndarray], past: np.ndarray, out: dict[str, np.ndarray]) -> float:

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from anechain.cli import app
+from anechain.cli import commands
 
 REPO = Path(__file__).parents[1]
 PAGES = sorted([REPO / "README.md", REPO / "CONTRIBUTING.md", *(REPO / "docs").rglob("*.md")])
-COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
+COMMANDS = get_command(commands()).commands  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(REPO).as_posix())

@@ -28,16 +28,15 @@ MAY_IMPORT = {
     "cli": {"errors", "bundle", "bake", "run", "judge", "serve"},
 }
 FENCES = {
-    "coremltools": {"bake/graph.py", "bake/package.py"},
     "openvino": {"run/openvino.py"},
     "matplotlib": {"judge/plots.py"},
     "lm_eval": {"cli/harness.py"},
-    **{name: set() for name in ("torch", "transformers", "peft", "scipy", "pytest", "hypothesis")},
+    **{name: set() for name in ("coremltools", "torch", "transformers", "peft", "scipy", "pytest", "hypothesis")},
 }
 PYOBJC = {"objc", "CoreML", "Quartz", "IOSurface", "Foundation", "PyObjCTools"}
 PYOBJC_HOME = "run/coreml.py"
 # It loads coremltools' generated protobuf modules under a name of its own, so that coremltools' __init__ never runs.
-LOADS_BY_PATH = "bundle/program.py"
+LOADS_BY_PATH = "bundle/mil_format.py"
 VAGUE = {"utils", "util", "helpers", "helper", "common", "base", "misc"}
 
 
@@ -207,7 +206,7 @@ PLANTS = {
     "torch": ("bake/planted.py", "def f():\n    import torch.nn", "imports torch"),
     "transformers": ("judge/planted.py", "from transformers import AutoModel", "imports transformers"),
     "coremltools in run": ("run/planted.py", "import coremltools as ct", "imports coremltools"),
-    "coremltools elsewhere in bake": ("bake/planted.py", "from coremltools import models", "imports coremltools"),
+    "coremltools in the writer": ("bake/mil_file.py", "from coremltools import models", "imports coremltools"),
     "coremltools in the program reader": ("bundle/program.py", "import coremltools.proto", "imports coremltools"),
     "openvino": ("judge/planted.py", "import openvino", "imports openvino"),
     "PyObjC outside run": ("judge/planted.py", "import CoreML", "imports PyObjC"),
@@ -244,8 +243,7 @@ def test_a_planted_fault_is_found(plant: str, tree: Tree, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("where", "text"),
     [
-        ("bake/graph.py", "import coremltools as ct"),
-        ("bundle/program.py", "from importlib.util import find_spec\nx = find_spec('coremltools')"),
+        ("bundle/mil_format.py", "from importlib.util import find_spec\nx = find_spec('coremltools')"),
         ("run/openvino.py", "import openvino"),
         ("run/coreml.py", "import objc\nimport CoreML"),
         ("cli.py", "from anechain.judge import __name__\nfrom anechain.serve import __name__"),

@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -39,12 +40,16 @@ def written(model: Path, out: Path) -> Path:
     depth = config.get("head_dim") or config["hidden_size"] // heads
     writer.add_key_length(depth)
     writer.add_value_length(depth)
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_rope_dimension_count(depth)
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
-    _add_tokenizer(writer, model, config["vocab_size"])
+    _add_tokenizer(writer, model, config)
+    turned = {"q_proj": heads, "k_proj": config["num_key_value_heads"]} if config["model_type"] == "llama" else {}
     for name, array in _tensors(model / "model.safetensors"):
-        _add(writer, name, array)
+        count = turned.get(name.split(".")[-2])
+        _add(writer, name, _paired(array, count) if count else array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -69,6 +74,11 @@ def _tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
         yield name, array.reshape(entry["shape"])
 
 
+def _paired(array: np.ndarray, heads: int) -> np.ndarray:
+    """The rows of each head in the order of the format for Llama: the two halves of a rotation, in turn."""
+    return array.reshape(heads, 2, len(array) // heads // 2, -1).swapaxes(1, 2).reshape(array.shape)
+
+
 def _add(writer: gguf.GGUFWriter, name: str, array: np.ndarray) -> None:
     stem = name.removesuffix(".weight")
     if stem in WHOLE:
@@ -83,17 +93,17 @@ def _add(writer: gguf.GGUFWriter, name: str, array: np.ndarray) -> None:
         writer.add_tensor(f"{own}.weight", gguf.quantize(array, kind), raw_dtype=kind)
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, model: Path, vocab_size: int) -> None:
+def _add_tokenizer(writer: gguf.GGUFWriter, model: Path, config: dict[str, Any]) -> None:
     made = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))
-    tokens = [f"[unused{i}]" for i in range(vocab_size)]
-    types = [gguf.TokenType.UNUSED] * vocab_size
+    tokens = [f"[unused{i}]" for i in range(config["vocab_size"])]
+    types = [gguf.TokenType.UNUSED] * config["vocab_size"]
     for text, number in made["model"]["vocab"].items():
         tokens[number], types[number] = text, gguf.TokenType.NORMAL
     for added in made["added_tokens"]:
         tokens[added["id"]], types[added["id"]] = added["content"], gguf.TokenType.CONTROL
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in made["model"]["merges"]]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
+    writer.add_tokenizer_pre("qwen2" if config["model_type"] == "qwen3" else "smollm")
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     writer.add_token_merges(merges)

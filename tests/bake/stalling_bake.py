@@ -5,25 +5,25 @@ import time
 from pathlib import Path
 from typing import Any
 
-from anechain.bake import jobs
+from anechain.bake import jobs, mil_file
 
 run_job = jobs.run_job
 
 
 def stalling(plan: jobs.Plan, job: str, out: Path) -> Any:
-    from anechain.bake import package
+    finish = mil_file._Weights.finish
 
-    export = package.export
-
-    def export_and_stall(*args: Any, weights_dir: str, **kwargs: Any) -> Any:
-        model = export(*args, weights_dir=weights_dir, **kwargs)
+    def finish_and_stall(weights: Any) -> None:
+        finish(weights)
         if job == os.environ["STALL"]:
-            (Path(weights_dir).parent / "stalled").touch()
+            (Path(weights._file.name).parents[1] / "stalled").touch()
             time.sleep(60)
-        return model
 
-    package.export = export_and_stall
-    return run_job(plan, job, out)
+    mil_file._Weights.finish = finish_and_stall  # type: ignore[method-assign]
+    try:
+        return run_job(plan, job, out)
+    finally:
+        mil_file._Weights.finish = finish  # type: ignore[method-assign]
 
 
 jobs.run_job = stalling

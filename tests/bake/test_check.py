@@ -7,8 +7,8 @@ from typing import Any
 import coremltools as ct
 import numpy as np
 import pytest
-from coremltools.converters.mil.mil import Builder as mb
 
+from anechain.bake import mil as mb
 from anechain.bake import package
 from anechain.bake.check import check_block, check_head
 from anechain.bake.graph import _Graph

@@ -7,8 +7,8 @@ from typing import Any
 import coremltools as ct
 import numpy as np
 import pytest
-from coremltools.converters.mil.mil import Builder as mb
 
+from anechain.bake import mil as mb
 from anechain.bake import package
 from anechain.bake.check import ONLY, OPS_PER_FUNCTION, OPS_PER_LAYER, check_block
 from anechain.bundle.form import Form
@@ -140,8 +140,10 @@ def test_another_scale_than_calibrated(form: Form, said: str, saved: dict[str, P
 
 
 def test_a_zero_point_that_nobody_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = mb.quantize
-    monkeypatch.setattr(mb, "quantize", lambda **arguments: real(zero_point=np.int8(3), **arguments))
+    def shifted(*, input: Any, name: str, **others: Any) -> Any:
+        return mb.op("quantize", {"input": input, "zero_point": np.int8(3), **others}, input.shape, "int8", name)
+
+    monkeypatch.setattr(mb, "quantize", shifted)
     with pytest.raises(BundleError, match="decode and prefill: hidden_out has zero_point"):
         make(tmp_path / "block-000.mlpackage", MIDDLE)
 

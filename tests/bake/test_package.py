@@ -2,11 +2,11 @@
 
 import hashlib
 import json
+import resource
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import coremltools as ct
 import numpy as np
@@ -101,13 +101,14 @@ def test_a_package_of_other_layers_has_other_weights_and_the_same_form(tmp_path:
     assert ops[0] == ops[1] and len(ops[0]) == 74
 
 
-def test_a_failing_writer_becomes_an_error_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise RuntimeError("[MIL FileWriter]: Unknown error occurred while writing data to the file.")
-
-    monkeypatch.setattr(package, "export", full)
-    with pytest.raises(OSError, match=r"the weights of block-000\.mlpackage could not be written"):
-        make(tmp_path / "block-000.mlpackage")
+def test_a_full_disk_is_an_error_of_the_disk(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            make(tmp_path / "block-000.mlpackage")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 # -- as Apple's readers see it -----------------------------------------------------------------------------------------

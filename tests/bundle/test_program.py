@@ -353,5 +353,5 @@ def test_reading_imports_neither_coremltools_nor_torch(decode: Path) -> None:
 
 def test_without_coremltools_the_error_says_what_to_install(decode: Path) -> None:
     last_line = alone(decode, "hidden").stderr.strip().splitlines()[-1]
-    text = "packages cannot be read, because coremltools is not installed: pip install coremltools."
+    text = "packages can be neither read nor written, because coremltools is not installed: pip install coremltools."
     assert last_line == f"anechain.errors.EngineError: {text}"

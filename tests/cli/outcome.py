@@ -14,7 +14,7 @@ from anechain.cli import bake as bake_module
 from tests.in_process import InProcess, tree
 from tests.tiny import write_tiny
 
-VERBS = [command.callback.__name__ for command in cli.app.registered_commands if command.callback]
+VERBS = [command.callback.__name__ for command in cli.commands().registered_commands if command.callback]
 SMALL = ("--context", "64", "--prefill", "32")
 WEIGHTS = "Data/com.apple.CoreML/weights/weight.bin"
 

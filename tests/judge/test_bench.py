@@ -81,6 +81,23 @@ def test_a_process_that_fails_is_an_error(bundle: Bundle, text: str, code: int) 
     assert str(caught.value) == "the process that measures broken failed (it broke): run it alone to see why."
 
 
+def test_a_run_that_others_disturb_is_made_again(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As often as TRIES says, and then the calmest of them counts."""
+    made = dict.fromkeys(MEASURES, 1.0)
+    shares = iter([0.5, 0.2, 0.01, 0.5, 0.9, 0.4, 0.6, 0.7, 0.8])
+    ran = []
+
+    def process(contender: Contender, extra: object) -> dict[str, object]:
+        ran.append(contender.name)
+        return {**made, "engine": "e", "cpu_used_by_others": next(shares)}
+
+    monkeypatch.setattr(bench, "_process", process)
+    record = run_bench(bundle, [Contender("a", ()), Contender("b", ())], 1, False, quiet, calm=True)
+    assert ran == ["a"] * 3 + ["b"] * bench.TRIES
+    found = {name: row["runs"][0]["cpu_used_by_others"] for name, row in record["contenders"].items()}
+    assert found == {"a": 0.01, "b": 0.4}
+
+
 def test_peers_are_the_scripts_of_a_folder(tmp_path: Path) -> None:
     for name in ("b.py", "a.py", "_shared.py", "notes.txt"):
         (tmp_path / name).write_text("")

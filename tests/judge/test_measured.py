@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from anechain.bundle.manifest import Bundle
-from anechain.cli import chat as chat_module
-from anechain.cli import run as run_module
+from anechain.cli import doctor as doctor_module
 from anechain.cli import serve as serve_module
 from anechain.errors import EngineError, RequestError
 from anechain.judge.compatibility import Machine
@@ -222,7 +221,7 @@ def test_run_chat_and_serve_refuse_on_a_machine_that_diverged(
     verb: str, made: Record | None, said: str, bundle: Bundle, anechain: Callable[..., Outcome], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    for module in (run_module, chat_module, serve_module):
+    for module in (doctor_module, serve_module):
         monkeypatch.setattr(module, "this_machine", lambda: MACHINE)
     if made is not None:
         write_record(made, tmp_path / "r.zip")

@@ -11,7 +11,8 @@ import pytest
 
 from anechain.errors import EngineError
 from anechain.run import native
-from anechain.run.tape_plan import Code
+from anechain.run import tape_graph as kinds
+from anechain.run.tape_plan import MAX_DIMS, Code
 from tests.run.native_case import aligned, needs_native, run
 from tests.tolerances import OP_FP32
 
@@ -86,12 +87,39 @@ def test_rounding_of_activations(tokens: int, bits: int) -> None:
     r = at_once(tokens, bits)
 
     def plain(packed: Array) -> Array:
-        return packed.reshape(-1, 24, r, 4).transpose(0, 2, 1, 3).reshape(-1, 96)[:tokens].astype(I32)
+        return packed.reshape(3, -1, 8, r, 4).transpose(1, 3, 0, 2, 4).reshape(-1, 96)[:tokens].astype(I32)
 
     assert np.array_equal(plain(high) * 128 + plain(low) if bits > 8 else plain(high), integers)
     assert np.array_equal(scales, expected)
     assert np.array_equal(starts, -128 * integers.reshape(tokens, 3, 32).sum(axis=2))
     assert np.abs(integers).max() == {8: 127, 15: 16256}[bits]
+
+
+@pytest.mark.parametrize("group", [32, 64])
+def test_rounding_of_activations_that_lie_in_pieces(group: int) -> None:
+    """What attention leaves: each token's 3 pieces of 48 numbers are rows of another axis, and groups cross them."""
+    pieces = np.random.default_rng(5).standard_normal((3, 7, 48)).astype(F32)  # [piece, token, 48]
+    x, padded = np.ascontiguousarray(pieces.transpose(1, 0, 2).reshape(7, 144)), 192
+    wide = np.zeros((7, padded), F32)
+    wide[:, :144] = x
+    expected = quantise(wide, 8, group, padded)
+    made = [np.zeros_like(array) for array in expected]
+    made[0], made[1] = aligned(made[0].shape, np.int8), aligned(made[1].shape, np.int8)
+    run(Code.QUANTISE, False, 7, 144, padded, group, pieces, 48, 48, 7 * 48, *made)
+    assert all(np.array_equal(a, b) for a, b in zip(made, expected, strict=True)) and made[0].any()
+
+
+@pytest.mark.parametrize("kind", [kinds.SIGMOID, kinds.SILU])
+def test_sigmoids_to_the_ends_of_float32(kind: int) -> None:
+    x = np.concatenate([np.linspace(-130, 130, 4001), [0, -0.0, 3e38, -3e38, np.inf, 1e-30]]).astype(F32)
+    out = np.full(x.size, np.nan, F32)
+    words = [1, x.size, *[1] * (MAX_DIMS - 1)]
+    strides = [1, *[0] * (MAX_DIMS - 1)]
+    run(Code.ELEMENT, kind, 0, *words, out, *strides, 0, x, *strides, 0, x, *strides, 0)
+    with np.errstate(over="ignore"):
+        expected = 1 / (1 + np.exp(-x.astype(np.float64)))
+    expected *= x.astype(np.float64) if kind == kinds.SILU else 1
+    np.testing.assert_allclose(out, expected, rtol=OP_FP32, atol=1e-35)
 
 
 @pytest.mark.parametrize("bits", [8, 15])

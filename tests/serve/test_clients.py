@@ -160,6 +160,9 @@ def test_log_probabilities_are_the_chains_own(real: Running) -> None:
     assert got["token_logprobs"][0] is None and len(got["token_logprobs"]) == len(ids) + 1
     assert np.allclose(got["token_logprobs"][1:], wanted, atol=SERVED_LOGPROB, rtol=0)
     assert np.allclose([max(t.values()) for t in got["top_logprobs"][1:]], greedy, atol=SERVED_LOGPROB, rtol=0)
+    assert {len(top) for top in got["top_logprobs"][1:]} == {1, 2}, "the likeliest, and the one that was taken"
+    for token, value, top in list(zip(got["tokens"], got["token_logprobs"], got["top_logprobs"], strict=True))[1:]:
+        assert top[token] == value
     assert not math.isclose(min(wanted), max(wanted), abs_tol=1.0), "or nothing was compared"
 
 

@@ -51,6 +51,11 @@ def test_origins() -> None:
         assert (
             server.ask("GET", "/v1/models", headers=ask).headers["access-control-allow-origin"] == "https://a.example"
         )
+        exposed = server.ask("GET", "/v1/models", headers=ask).headers["access-control-expose-headers"]
+        assert "retry-after" in exposed and "x-request-id" in exposed
+        refused = server.ask("OPTIONS", "/v1/chat/completions", headers={**ask, "origin": "https://b.example"})
+        assert (refused.status, refused.error["code"]) == (400, "unknown_origin")
+        assert "access-control-allow-origin" not in refused.headers
         other = server.ask("GET", "/v1/models", headers={"origin": "https://b.example"})
         assert "access-control-allow-origin" not in other.headers
     with serving(Scripted(says("hi"))) as server:
@@ -100,11 +105,14 @@ def test_what_is_refused_at_the_door_has_its_line(caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.INFO, "anechain.serve"):
         with serving(Scripted(says("hi")), api_key="k", body_bytes=1000) as server:
             good = {"authorization": "Bearer k"}
-            server.ask("POST", "/v1/completions", {})
-            server.ask("POST", "/v1/completions", b"x" * 2000, good)
-            server.ask("GET", "/a", headers=good | {"host": "secret"})
-            server.ask("POST", "/v1/completions", {}, {"origin": "http://secret"})
+            replies = [
+                server.ask("POST", "/v1/completions", {}),
+                server.ask("POST", "/v1/completions", b"x" * 2000, good),
+                server.ask("GET", "/a", headers=good | {"host": "secret"}),
+                server.ask("POST", "/v1/completions", {}, {"origin": "http://secret"}),
+            ]
         lines = [record.getMessage() for record in caplog.records if record.name == "anechain.serve"]
     outcomes = [line.rpartition("outcome=")[2] for line in lines]
     assert outcomes == ["invalid_api_key", "body_too_long", "unknown_route", "unknown_origin"]
+    assert [line.split()[0] for line in lines] == [reply.headers["x-request-id"] for reply in replies]
     assert not any("secret" in line for line in lines)

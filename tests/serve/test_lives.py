@@ -162,6 +162,22 @@ def test_a_request_that_takes_too_long_ends_with_an_error() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
+def test_a_request_whose_time_is_over_while_it_waits_ends_alone(stream: bool) -> None:
+    chain = Scripted(says("x" * 400), step_s=0.02)
+    with serving(chain, parallel=1, queue=8, time_out_s=10.0) as server:
+        first = send(server, body(stream=True))
+        wait_for(lambda: chain.steps >= 1)
+        server.service.worker._time_out_s = 0.05  # the first one still has the limit it came with
+        waited = server.chat("never", stream=stream)
+        assert (waited.status, waited.error["code"]) == (504, "timeout")
+        assert server.service.worker.alive and server.service.worker.load() == (1, 0), "the first one goes on"
+        first.close()
+        server.service.worker._time_out_s = 10.0
+        assert server.chat(max_tokens=2).text == "xx"
+        assert not any(b"never" in bytes(i for i in f if i < 256) for f in chain.fed)
+
+
+@pytest.mark.parametrize("stream", [True, False])
 def test_an_engine_that_hangs_does_not_hold_the_client(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service_module, "GRACE_S", 0.1)
     free = threading.Event()
@@ -272,12 +288,13 @@ def test_a_line_a_request_without_its_words(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.INFO, "anechain.serve"):
         with serving(Scripted(says("answer words"))) as server:
             reply = server.chat("prompt words")
-            server.chat(banana=1)
-            server.chat("prompt words", stream=True)
-            server.ask("GET", "/v1/nothing/secret")
+            others = [
+                server.chat(banana=1), server.chat("prompt words", stream=True), server.ask("GET", "/v1/nothing/secret")
+            ]  # fmt: skip
         lines = [record.getMessage() for record in caplog.records if record.name == "anechain.serve"]
         assert len(lines) == 4 and not any("words" in line or "secret" in line for line in lines)
-        assert lines[0].startswith(f"{reply.headers['x-request-id']} /v1/chat/completions prompt=")
+        assert [line.split()[0] for line in lines] == [r.headers["x-request-id"] for r in (reply, *others)]
+        assert lines[0].split(" prompt=")[0].endswith(" /v1/chat/completions")
         assert " completion=13 first_ms=" in lines[0] and lines[0].endswith(" outcome=stop")
         assert lines[1].endswith("outcome=invalid_request") and lines[3].endswith("outcome=unknown_route")
         caplog.clear()

@@ -321,6 +321,10 @@ def test_variables_reach_the_template() -> None:
             chain.fed.clear()
             assert server.chat("q", chat_template_kwargs=kwargs).text == "hi"
             assert (ord("!") in chain.fed[0]) is wanted
+        for name in ("messages", "tools", "add_generation_prompt"):
+            reply = server.chat("q", chat_template_kwargs={name: [], "enable_thinking": False})
+            assert reply.status == 400 and reply.error["param"] == "chat_template_kwargs", name
+            assert name in reply.error["message"]
 
 
 def test_session_double_is_one() -> None:

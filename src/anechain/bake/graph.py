@@ -7,13 +7,11 @@ from this call's own keys and values; the new keys and values of all layers go t
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
-from coremltools import target
-from coremltools.converters.mil.mil import Builder as mb
-from coremltools.converters.mil.mil import Function, Program, types
 
+from anechain.bake import mil as mb
+from anechain.bake.mil import Function, Program, Var
 from anechain.bundle.form import Form
 from anechain.bundle.recipe import Recipe
 from anechain.bundle.spec import (
@@ -36,13 +34,6 @@ from anechain.bundle.stored import Palettized, Stored, expanded
 NORM_FLOOR = 2.0**-10
 
 Weights = Mapping[str, Stored]
-Var = Any  # coremltools' own Var carries no types
-
-_MIL = {"fp16": types.fp16, "fp32": types.fp32, "int32": types.int32, "int8": types.int8}
-_OPSET = {9: target.iOS18, 10: target.iOS26}  # of a version of the format
-# The dtypes that tell coremltools how many bits of each byte are stored.
-_SIGNED = {8: np.int8, 4: types.np_int4_dtype}
-_PLACES = {8: np.uint8, 6: types.np_uint6_dtype, 4: types.np_uint4_dtype}
 
 
 def block_program(
@@ -64,12 +55,12 @@ def block_program(
         if query:
             ports = ports_of(spec, query, context, layers, form)
             functions[name] = _function(
-                ports, lambda f, q=query: _block(_Graph(spec, recipe, q, weights), f, layers, context, form), form
+                ports, lambda f, q=query: _block(_Graph(spec, recipe, q, weights), f, layers, context, form)
             )
-    return _program(functions)
+    return Program(functions)
 
 
-def head_program(spec: ModelSpec, recipe: Recipe, weights: Weights, form: Form = FORM) -> Program:
+def head_program(spec: ModelSpec, recipe: Recipe, weights: Weights) -> Program:
     """The head: final norm and one 1x1 convolution a piece of the vocabulary; weights `final_norm`, `head.0`, ..."""
 
     def body(inputs: Mapping[str, Var]) -> list[Var]:
@@ -83,24 +74,14 @@ def head_program(spec: ModelSpec, recipe: Recipe, weights: Weights, form: Form =
             outputs.append(graph.port(mb.transpose(x=piece, perm=[0, 2, 3, 1], name=f"head_{i}_rows"), f"logits_{i}"))
         return outputs  # [1, 1, 1, rows] each
 
-    return _program({DECODE: _function(head_ports(spec), body, form)})
+    return Program({DECODE: _function(head_ports(spec), body)})
 
 
-def _program(functions: Mapping[str, Function]) -> Program:
-    program = Program()
-    for name, function in functions.items():
-        program.add_function(name, function)
-    program.default_function_name = DECODE
-    program.export_as_multifunction = True
-    return program
-
-
-def _function(ports: Ports, body: Callable[[Mapping[str, Var]], list[Var]], form: Form = FORM) -> Function:
-    mb.name_count.clear()  # names must not depend on what this process built before
-    inputs = {p.name: mb.placeholder(p.shape, dtype=_MIL[p.dtype]) for p in ports.inputs}
+def _function(ports: Ports, body: Callable[[Mapping[str, Var]], list[Var]]) -> Function:
+    inputs = {p.name: mb.placeholder(p.shape, p.dtype) for p in ports.inputs}
     if ports.state is not None:
-        inputs[ports.state.name] = mb.state_tensor_placeholder(ports.state.shape, dtype=types.fp16)
-    with Function(inputs, _OPSET[form.spec_version]) as function:
+        inputs[ports.state.name] = mb.state_placeholder(ports.state.shape)
+    with Function(inputs) as function:
         function.set_outputs(body(function.inputs))
     return function
 
@@ -168,6 +149,7 @@ class _Graph:
     def port(self, x: Var, name: str) -> Var:
         """`x` as fp16 under the port's name."""
         if self._dtype == "fp16":
+            assert x.op is not None
             x.name = x.op.name = name
             return x
         return mb.cast(x=x, dtype="fp16", name=name)
@@ -203,29 +185,28 @@ class _Graph:
 
     # Weights
 
-    def const(self, name: str, value: np.ndarray) -> Var:
+    def const(self, name: str, value: np.ndarray, dtype: str | None = None) -> Var:
         """A constant, made once a function; the same `weight_id` in another function is stored once, too."""
         if name not in self._consts:
-            self._consts[name] = var = mb.const(val=value, name=name.replace(".", "_"))
-            var.op.weight_id = name
+            self._consts[name] = mb.const(val=value, name=name.replace(".", "_"), dtype=dtype, weight_id=name)
         return self._consts[name]
 
     def vector(self, name: str, shape: tuple[int, ...]) -> Var:
         weight = self._weights[name]
         assert isinstance(weight, np.ndarray), name
-        return self.const(name, weight.astype(self._float).reshape(shape))
+        return self.const(name, weight.astype(self._float, copy=False).reshape(shape))
 
     def matrix(self, name: str) -> Var:
         """[O, I, 1, 1]: a plain constant, steps with their scales, or places in tables."""
         weight = self._weights[name]
         if isinstance(weight, np.ndarray):
-            return self.const(name, weight.astype(self._float)[:, :, None, None])
+            return self.const(name, weight.astype(self._float, copy=False)[:, :, None, None])
         dense = f"{name.replace('.', '_')}_dense"
         if isinstance(weight, Palettized):
-            places = self.const(f"{name}.indices", weight.indices.astype(_PLACES[weight.bits])[:, :, None, None])
+            places = self.const(f"{name}.indices", weight.indices[:, :, None, None], f"uint{weight.bits}")
             table = self.const(f"{name}.table", weight.table.astype(self._float)[:, None, None, None, :, None])
             return mb.constexpr_lut_to_dense(indices=places, lut=table, name=dense)
-        data = self.const(f"{name}.data", weight.data.astype(_SIGNED[weight.bits])[:, :, None, None])
+        data = self.const(f"{name}.data", weight.data[:, :, None, None], f"int{weight.bits}")
         scale = self.const(f"{name}.scale", weight.scale.astype(self._float)[:, :, None, None])
         return mb.constexpr_blockwise_shift_scale(data=data, scale=scale, name=dense)
 

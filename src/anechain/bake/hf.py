@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,11 @@ class HfSource:
     def tensor(self, name: str) -> np.ndarray:
         own = self.names.own(name)
         return self._family.gain(name, self.files[own].read(own))
+
+    def rows(self, name: str) -> Callable[[int, int], np.ndarray]:
+        own = self.names.own(name)
+        file = self.files[own]
+        return lambda start, stop: file.read(own, slice(start, stop))
 
     def _same(self, name: str, other: str) -> bool:
         """Whether two tensors hold the same values."""

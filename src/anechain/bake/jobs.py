@@ -22,7 +22,7 @@ from multiprocessing.connection import wait as wait_for
 from pathlib import Path
 from typing import Any
 
-from anechain.bake import place
+from anechain.bake import package, place
 from anechain.bake.lora import Merged, open_merged
 from anechain.bake.source import Source, open_source
 from anechain.bake.survival import Figures, summary, survival
@@ -368,8 +368,6 @@ def _start_worker(out: Path) -> None:
 
 def run_job(plan: Plan, job: str, out: Path) -> dict[str, FileRecord]:
     """Makes one package (or the embedding table) in a private folder, checks it, records it, moves it into place."""
-    from anechain.bake import package  # brings coremltools in, which only the workers need
-
     with place.private(out, job) as folder:
         source = open_source(plan.ref) if plan.adapter_ref is None else _with_adapter(plan.ref, plan.adapter_ref)
         rounded = Rounded(Path(plan.rounded_file)) if plan.rounded_file else None

@@ -17,7 +17,7 @@ import numpy as np
 from anechain.bake.adapter import Adapter
 from anechain.bake.adapter_fit import Change, fit
 from anechain.bake.family import FAMILIES
-from anechain.bake.source import Source, open_source
+from anechain.bake.source import InRows, Rows, Source, open_source
 from anechain.bundle.spec import ModelSpec, matrices_of
 from anechain.errors import SourceError
 
@@ -51,6 +51,10 @@ class Merged:
             return self.base_tensor(name)
         less_one = name.endswith("norm") and FAMILIES[self.spec.family].norms_less_one
         return self.as_checkpoint(name) + np.float32(1) if less_one else self.as_checkpoint(name)
+
+    def rows(self, name: str) -> Rows | None:
+        base = "embed" if name == "head" and self.base.spec.tied else name
+        return self.base.rows(base) if name not in self.changes and isinstance(self.base, InRows) else None
 
     def as_checkpoint(self, name: str) -> np.ndarray:
         """A tensor that the adapter changes, as a Hugging Face checkpoint of the family holds it; float32."""

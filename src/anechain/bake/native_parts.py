@@ -1,11 +1,8 @@
-"""The native libraries of coremltools, without which a bake fails at its end: looked for before it begins."""
+"""The native libraries of coremltools: no bake needs them, but converting anything else does, so doctor looks."""
 
 import importlib.util
-import platform
 from collections.abc import Sequence
 from pathlib import Path
-
-from anechain.errors import RequestError
 
 PYTHONS = ((3, 11), (3, 14))  # for which coremltools has wheels with them: from, and before which
 NATIVE = ("libmilstoragepython", "libmodelpackage")  # what writes weights, and packages
@@ -22,12 +19,3 @@ def native_parts(names: Sequence[str] = NATIVE) -> dict[str, bool]:
     spec = importlib.util.find_spec("coremltools")
     places = [Path(p) for p in spec.submodule_search_locations or ()] if spec else []
     return {name: any(p.suffix in _SUFFIXES for place in places for p in place.glob(f"{name}*")) for name in names}
-
-
-def check_native_parts() -> None:
-    """Raises RequestError, naming all that are missing."""
-    if missing := [name for name, there in native_parts().items() if not there]:
-        raise RequestError(
-            f"this Python {platform.python_version()} cannot bake: coremltools is here without {', '.join(missing)}, "
-            f"which its wheels for Python {python_range()} have: install it with one of these."
-        )

@@ -1,8 +1,7 @@
 """A MIL program -> one .mlpackage on disk, and the checks that what was written is what was meant.
 
-The passes of coremltools are not run: every op is where `graph.py` put it. Its exporter writes the protobuf and the
-weight file; the folder around them (a JSON manifest and two files) is written here, without the random identifiers that
-would make two bakes of the same model differ.
+Every op is where `graph.py` put it, and no part of coremltools is run. Identifiers in the folder's manifest, which its
+packager draws at random, follow from the name: two bakes of the same model give the same bytes.
 """
 
 import json
@@ -13,18 +12,27 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from coremltools.converters.mil.backend.mil.load import load as export
-from coremltools.converters.mil.mil import Program
 
 from anechain.bake.check import check_block, check_head
 from anechain.bake.graph import block_program, head_program
-from anechain.bake.source import Source
+from anechain.bake.mil import Program
+from anechain.bake.mil_file import write_model
+from anechain.bake.source import Source, rows_of
 from anechain.bundle.embedding import write_embedding
 from anechain.bundle.form import Form
 from anechain.bundle.recipe import FP16, Recipe, Scheme
 from anechain.bundle.rounded import Rounded
-from anechain.bundle.spec import FORM, LAYER_MATRICES, ModelSpec, head_pieces, layer_tensors, stream_writers
-from anechain.bundle.stored import Stored, compress, scheme_of
+from anechain.bundle.spec import (
+    FORM,
+    LAYER_MATRICES,
+    MAX_PIECE,
+    ModelSpec,
+    head_pieces,
+    layer_tensors,
+    matrices_of,
+    stream_writers,
+)
+from anechain.bundle.stored import Stored, compress, joined_rows, scheme_of
 from anechain.errors import RecipeError
 
 FP16_MAX = 65504.0
@@ -59,7 +67,7 @@ def make_head(
 ) -> None:
     """The same for the final norm and the head."""
     weights = head_weights(source, recipe, spec, rounded)
-    save_package(head_program(spec, recipe, weights, form), path, {"recipe": recipe.name}, form.spec_version)
+    save_package(head_program(spec, recipe, weights), path, {"recipe": recipe.name}, form.spec_version)
     check_head(path, spec, recipe, weights, form)
 
 
@@ -68,10 +76,16 @@ def make_embedding(source: Source, recipe: Recipe, directory: Path) -> None:
 
     It is looked up on the host as fp16, whatever the program computes in. Raises RecipeError when fp16 cannot hold it.
     """
-    weights = _Stored(recipe, "fp16")
-    table = source.tensor("embed")
-    weights.add("embed", table, recipe.scheme_for("embed", table.size))
-    write_embedding(directory, weights.checked()["embed"])
+    vocab, hidden = matrices_of(source.spec)["embed"]
+    scheme = recipe.scheme_for("embed", vocab * hidden)
+    rows = rows_of(source, "embed")
+    step = MAX_PIECE if scheme.kind == "linear" and not scheme.rank else vocab  # a row's form depends on no other
+    pieces = []
+    for start in range(0, vocab, step):
+        weights = _Stored(recipe, "fp16")
+        weights.add("embed", rows(start, min(start + step, vocab)), scheme)
+        pieces.append(weights.checked()["embed"])
+    write_embedding(directory, joined_rows(pieces))
 
 
 def block_weights(
@@ -105,14 +119,16 @@ def head_weights(source: Source, recipe: Recipe, spec: ModelSpec, rounded: Round
         weights.take("final_norm", rounded.tensor("final_norm"), (spec.hidden_size,), FP16)
     else:
         weights.add("final_norm", source.tensor("final_norm"), FP16)
-    head = source.tensor("embed" if spec.tied else "head")  # [V, H]
-    scheme = recipe.scheme_for("head", head.size)
+    read = rows_of(source, "embed" if spec.tied else "head")
+    scheme = recipe.scheme_for("head", spec.vocab_size * spec.hidden_size)
     for i in range(pieces):
         if rounded is not None and f"head.{i}" in rounded:
             weights.take(f"head.{i}", rounded.tensor(f"head.{i}"), (rows, spec.hidden_size), scheme)
             continue
-        piece = head[i * rows : (i + 1) * rows]
-        weights.add(f"head.{i}", np.pad(piece, ((0, rows - len(piece)), (0, 0))), scheme)
+        piece = read(i * rows, min((i + 1) * rows, spec.vocab_size))
+        if len(piece) < rows:
+            piece = np.pad(piece, ((0, rows - len(piece)), (0, 0)))
+        weights.add(f"head.{i}", piece, scheme)
     return weights.checked()
 
 
@@ -125,9 +141,10 @@ class _Stored:
         self._faults: list[str] = []
 
     def add(self, name: str, tensor: np.ndarray, scheme: Scheme) -> None:
-        if not np.isfinite(tensor).all():
+        largest = max(tensor.max(), -tensor.min())  # not a number where any is none
+        if not np.isfinite(largest):
             self._faults.append(f"{name} holds values that are not finite (the checkpoint is damaged)")
-        elif (self._compute == "fp16" or scheme.bits != 16) and (largest := np.abs(tensor).max()) > FP16_MAX:
+        elif (self._compute == "fp16" or scheme.bits != 16) and largest > FP16_MAX:
             self._faults.append(f"{name} reaches {largest:.0f}, above the 65504 that fp16 holds")
         elif scheme.bits == 16:
             self._weights[name] = tensor.astype(np.float16 if self._compute == "fp16" else np.float32)
@@ -159,14 +176,7 @@ def save_package(
 
     Raises OSError when the disk does not take it.
     """
-    data = path / "Data" / "com.apple.CoreML"
-    (data / "weights").mkdir(parents=True)
-    try:
-        model = export(program, weights_dir=str(data / "weights"), specification_version=spec_version)
-    except RuntimeError as error:  # the native weight writer reports a failed write this way
-        raise OSError(f"the weights of {path.name} could not be written ({error})") from error
-    model.description.metadata.userDefined.update(description)
-    (data / "model.mlmodel").write_bytes(model.SerializeToString(deterministic=True))
+    write_model(program, path / "Data" / "com.apple.CoreML", description, spec_version)
     (path / "Manifest.json").write_text(
         json.dumps(_package_manifest(path.name), indent=4, sort_keys=True), encoding="utf-8"
     )

@@ -60,9 +60,11 @@ class SafetensorsFile:
         raw = np.memmap(self.path, np.uint8, "r", entry.begin, (entry.end - entry.begin,))
         return np.asarray(raw).view(FLOATS[entry.dtype]).reshape(entry.shape)
 
-    def read(self, name: str) -> np.ndarray:
-        """The tensor as float32: the view that `stored` gives when it is stored so, a fresh array otherwise."""
-        stored = self.stored(name)
+    def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        """The tensor, or some of its rows, as float32: the view that `stored` gives when it is stored so, a fresh array
+        otherwise.
+        """
+        stored = self.stored(name)[rows]
         if self.entries[name].dtype == "BF16":
             bits: np.ndarray = stored.astype(np.uint32)
             bits <<= 16

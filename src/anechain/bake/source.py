@@ -1,7 +1,8 @@
 """Source: where weights come from. One protocol, whatever the file format."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -32,6 +33,25 @@ class Source(Protocol):
     @property
     def text_files(self) -> dict[str, bytes]: ...
     def tensor(self, name: str) -> np.ndarray: ...
+
+
+@runtime_checkable
+class InRows(Protocol):
+    """A Source that can read some rows of a matrix: `rows(name)` is what reads them, None where it cannot after all."""
+
+    def rows(self, name: str) -> "Rows | None": ...
+
+
+Rows = Callable[[int, int], np.ndarray]  # first row and end -> float32 [rows, I]
+
+
+def rows_of(source: Source, name: str) -> Rows:
+    """Reads parts of a matrix: those rows alone where the source can, else from the whole, which is read once."""
+    reader = source.rows(name) if isinstance(source, InRows) else None
+    if reader is None:
+        whole = source.tensor(name)
+        return lambda start, stop: whole[start:stop]
+    return reader
 
 
 def open_source(ref: str) -> Source:

@@ -7,7 +7,7 @@ from typing import Any
 UNBOUNDED = -1  # as the upper end of a range
 
 # ArrayFeatureType.ArrayDataType (FeatureTypes.proto) -> our name
-_ARRAY_DTYPES = {65552: "fp16", 65568: "fp32", 65600: "fp64", 131080: "int8", 131104: "int32"}
+ARRAY_DTYPES = {65552: "fp16", 65568: "fp32", 65600: "fp64", 131080: "int8", 131104: "int32"}
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def _feature(name: str, kind: Any) -> Feature:
     array = kind.stateType.arrayType if word == "state" else kind.multiArrayType
     if word not in ("state", "multiArray"):
         return Feature(name, word, "", ())
-    dtype = _ARRAY_DTYPES.get(array.dataType, f"dtype {array.dataType}")
+    dtype = ARRAY_DTYPES.get(array.dataType, f"dtype {array.dataType}")
     shape = tuple(int(size) for size in array.shape)
     options = tuple(tuple(int(size) for size in s.shape) for s in array.enumeratedShapes.shapes)
     return Feature(name, word, dtype, shape, options, tuple(_range(r) for r in array.shapeRange.sizeRanges))

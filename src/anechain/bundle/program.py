@@ -1,22 +1,19 @@
 """The MIL program of a .mlpackage as plain ops and memory-mapped weights, read without importing coremltools."""
 
-import importlib
-import importlib.util
 import json
 import math
 import struct
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 from google.protobuf.message import DecodeError
 
 from anechain.bundle.interface import Interface, interface_of
-from anechain.errors import BundleError, EngineError
+from anechain.bundle.mil_format import BLOB_DTYPES, BLOB_RECORD, BLOB_SENTINEL, BLOB_VERSION, DTYPES, model_class
+from anechain.errors import BundleError
 
 
 @dataclass(frozen=True)
@@ -76,40 +73,6 @@ class NotAProgramError(BundleError):
         self.kind = kind
 
 
-# MIL DataType (MIL.proto) -> our name, the numpy type that holds one element here, bits of one element in a file.
-_DTYPES: dict[int, tuple[str, Any, int]] = {
-    1: ("bool", np.bool_, 8),
-    2: ("string", np.str_, 0),
-    10: ("fp16", np.float16, 16),
-    11: ("fp32", np.float32, 32),
-    12: ("fp64", np.float64, 64),
-    13: ("bf16", None, 16),
-    21: ("int8", np.int8, 8),
-    22: ("int16", np.int16, 16),
-    23: ("int32", np.int32, 32),
-    24: ("int64", np.int64, 64),
-    25: ("int4", np.int8, 4),
-    31: ("uint8", np.uint8, 8),
-    32: ("uint16", np.uint16, 16),
-    33: ("uint32", np.uint32, 32),
-    34: ("uint64", np.uint64, 64),
-    35: ("uint4", np.uint8, 4),
-    36: ("uint2", np.uint8, 2),
-    37: ("uint1", np.uint8, 1),
-    38: ("uint6", np.uint8, 6),
-    39: ("uint3", np.uint8, 3),
-    40: ("fp8e4m3", None, 8),
-    41: ("fp8e5m2", None, 8),
-}
-# MIL blob storage, version 2: what the metadata record of a weight calls its dtype.
-_BLOB_DTYPES = {
-    1: "fp16", 2: "fp32", 3: "uint8", 4: "int8", 6: "int16", 7: "uint16", 8: "int4", 9: "uint1", 10: "uint2",
-    11: "uint4", 12: "uint3", 13: "uint6", 14: "int32", 15: "uint32",
-}  # fmt: skip
-_BLOB_VERSION, _BLOB_SENTINEL, _BLOB_RECORD = 2, 0xDEADBEEF, 64
-_PROTO = "_anechain_coreml_proto"
-
-
 def read_program(package: Path) -> Program:
     """Reads a .mlpackage directory; its weights stay in the memory-mapped file until they are touched.
 
@@ -129,18 +92,6 @@ def read_program(package: Path) -> Program:
         raise reader.damaged(f"its program makes no sense ({type(error).__name__}: {error})") from error
 
 
-def _model_class() -> Any:
-    """The protobuf class of a Core ML model. The package's own `__init__` takes 2 s and 300 MB, so it never runs."""
-    if _PROTO not in sys.modules:
-        spec = importlib.util.find_spec("coremltools")
-        if spec is None or not spec.submodule_search_locations:
-            raise EngineError("packages cannot be read, because coremltools is not installed: pip install coremltools.")
-        alias = ModuleType(_PROTO)
-        alias.__path__ = [str(Path(place) / "proto") for place in spec.submodule_search_locations]
-        sys.modules[_PROTO] = alias
-    return importlib.import_module(f"{_PROTO}.Model_pb2").Model
-
-
 def _value(name: str, kind: Any) -> Value:
     """A NamedValueType's type -> Value; lists, tuples and dictionaries have no shape and their own word as dtype."""
     which = kind.WhichOneof("type")
@@ -151,7 +102,7 @@ def _value(name: str, kind: Any) -> Value:
     dims = kind.tensorType.dimensions
     shape = tuple(int(d.constant.size) if d.WhichOneof("dimension") == "constant" else -1 for d in dims)
     number = kind.tensorType.dataType
-    return Value(name, shape, _DTYPES[number][0] if number in _DTYPES else f"dtype {number}")
+    return Value(name, shape, DTYPES[number][0] if number in DTYPES else f"dtype {number}")
 
 
 def _values(items: Iterable[Any]) -> tuple[Value, ...]:
@@ -189,7 +140,7 @@ class _Reader:
             raise self.damaged("Manifest.json names no root model") from None
 
     def program(self) -> Program:
-        model = _model_class()()
+        model = model_class()()
         try:
             model.ParseFromString(self.model_file.read_bytes())
         except OSError as error:
@@ -289,7 +240,7 @@ class _Reader:
             raise self.damaged(f"constant {name!r} is neither a tensor nor a list")
         else:
             kind = _value(name, value.type)
-            _, numpy_type, bits = _DTYPES.get(value.type.tensorType.dataType, ("", None, 0))
+            _, numpy_type, bits = DTYPES.get(value.type.tensorType.dataType, ("", None, 0))
             if numpy_type is None:
                 raise self.damaged(f"constant {name!r} has the dtype {kind.dtype}, which numpy cannot hold")
             if value.WhichOneof("value") == "blobFileValue":
@@ -325,10 +276,10 @@ class _Reader:
         data = self._weight_file(place.fileName)
         start = int(place.offset)
         short = f"{place.fileName} is cut off or another model's: the weight {kind.name!r} is not in it"
-        if start + _BLOB_RECORD > data.size:
+        if start + BLOB_RECORD > data.size:
             raise self.damaged(short)
         sentinel, dtype, size, offset = struct.unpack("<IIQQ", data[start : start + 24].tobytes())
-        if sentinel != _BLOB_SENTINEL or _BLOB_DTYPES.get(dtype) != kind.dtype or offset + size > data.size:
+        if sentinel != BLOB_SENTINEL or BLOB_DTYPES.get(dtype) != kind.dtype or offset + size > data.size:
             raise self.damaged(short)
         return data[offset : offset + size]
 
@@ -342,7 +293,7 @@ class _Reader:
                 data = np.asarray(np.memmap(path, np.uint8, "r"))
             except (OSError, ValueError) as error:
                 raise self.damaged(f"the weight file {name} is missing, empty or unreadable ({error})") from None
-            if data.size < _BLOB_RECORD or struct.unpack("<I", data[4:8].tobytes())[0] != _BLOB_VERSION:
-                raise self.damaged(f"{name} is not a weight file of version {_BLOB_VERSION}")
+            if data.size < BLOB_RECORD or struct.unpack("<I", data[4:8].tobytes())[0] != BLOB_VERSION:
+                raise self.damaged(f"{name} is not a weight file of version {BLOB_VERSION}")
             self.files[name] = data
         return self.files[name]

@@ -12,7 +12,8 @@ from anechain.errors import RecipeError
 
 _MIN_SCALE = np.float16(2.0**-14)  # the smallest normal fp16: hardware may take anything smaller for zero
 _MAX_SCALE = {8: np.float16(515.5), 4: np.float16(9352.0)}  # the largest whose `top` steps are still finite in fp16
-_SLAB = 2**22  # elements that are widened to float32 at a time; a vocabulary would take 600 MB at once
+_SLAB = 2**16  # elements that are worked on at a time: three float32 arrays of them fit into a second-level cache
+_OVERFLOWS = np.float32(65520)  # the smallest number that fp16 rounds to infinity
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,40 @@ def quantize(weight: np.ndarray, scheme: Scheme, name: str = "a matrix") -> Quan
     data = np.empty((rows, columns), np.int8)
     scale = np.empty((rows, columns // block), np.float16)
     slab = max(1, _SLAB // columns)
+    space = np.empty((3, min(slab, rows), columns), np.float32)  # reused: fresh memory costs more than the arithmetic
     for first in range(0, rows, slab):
-        part = slice(first, first + slab)
-        blocks = finite(weight[part], name, first).reshape(-1, columns // block, block)  # [rows, blocks, block] f32
-        scale[part] = _scale_of(blocks, scheme.bits)
-        data[part] = _nearest(blocks, scale[part], scheme.bits).reshape(-1, columns)
+        part = slice(first, min(first + slab, rows))
+        values, magnitudes, spare = space[:, : part.stop - first]  # [rows, I] f32 each
+        np.copyto(values, weight[part] if weight.dtype == np.float32 else finite(weight[part], name, first))
+        largest = np.abs(values, out=magnitudes).reshape(-1, columns // block, block).max(axis=2)  # [rows, blocks]
+        if not (largest < _OVERFLOWS).all():
+            finite(weight[part], name, first)  # names the value
+        _round_to_fp16(values, spare)
+        _round_to_fp16(largest, np.empty_like(largest))  # rounding keeps the order, so this is the largest rounded one
+        scale[part] = _scale_of(largest, scheme.bits)
+        blocks = values.reshape(-1, columns // block, block)  # [rows, blocks, block]
+        np.divide(blocks, scale[part, :, None].astype(np.float32), out=blocks)
+        # The quotient is rounded to fp16 before it is rounded to a whole number: coremltools divides in the weight's
+        # dtype.
+        _round_to_fp16(values, spare)
+        steps = np.clip(np.rint(values, out=values), -top(scheme.bits), top(scheme.bits), out=values)
+        np.copyto(data[part], steps, casting="unsafe")
     return Quantized(data, scale, scheme.bits)
+
+
+def _round_to_fp16(values: np.ndarray, spare: np.ndarray) -> None:
+    """Rounds float32 below 65 520 in magnitude to what fp16 can hold, ties to even, in place; `spare` is overwritten.
+
+    numpy converts to fp16 one number at a time, in ten times as long. Adding 1.5 * 2^(e + 13) to a number with the
+    exponent e leaves of it what is at least 2^(e - 10), fp16's last place, and subtracting it again is exact; below
+    2^-14 the last place is 2^-24, as for the smallest normal number.
+    """
+    lift = spare.view(np.uint32)
+    np.bitwise_and(values.view(np.uint32), np.uint32(0xFF << 23), out=lift)
+    np.maximum(lift, np.uint32(127 - 14 << 23), out=lift)
+    np.add(lift, np.uint32((13 << 23) + (1 << 22)), out=lift)
+    np.add(values, spare, out=values)
+    np.subtract(values, spare, out=values)
 
 
 def matrix_shape(weight: np.ndarray, name: str) -> tuple[int, int]:
@@ -109,17 +138,7 @@ def finite(weight: np.ndarray, name: str, first: int = 0) -> np.ndarray:
     return half.astype(np.float32)
 
 
-def _scale_of(blocks: np.ndarray, bits: int) -> np.ndarray:
-    """[rows, blocks, block] f32 -> [rows, blocks] fp16: the largest magnitude is the last step."""
-    largest = np.abs(blocks).max(axis=2)  # [rows, blocks] f32
+def _scale_of(largest: np.ndarray, bits: int) -> np.ndarray:
+    """The largest magnitudes [rows, blocks] f32 -> scales [rows, blocks] fp16: the largest is the last step."""
     scale = np.clip((largest / np.float32(top(bits))).astype(np.float16), _MIN_SCALE, _MAX_SCALE[bits])
     return np.where(largest == 0, np.float16(1), scale)
-
-
-def _nearest(blocks: np.ndarray, scale: np.ndarray, bits: int) -> np.ndarray:
-    """[rows, blocks, block] f32 and [rows, blocks] fp16 -> int8 steps, ties to even.
-
-    The quotient is rounded to fp16 before it is rounded to a whole number: coremltools divides in the weight's dtype.
-    """
-    quotient = (blocks / scale[:, :, None].astype(np.float32)).astype(np.float16)
-    return np.clip(np.rint(quotient), -top(bits), top(bits)).astype(np.int8)

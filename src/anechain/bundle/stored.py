@@ -1,6 +1,6 @@
 """Every form in which a matrix can be stored, behind one door: compress, widen again, and what it takes on disk."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -59,6 +59,16 @@ def dense(stored: Stored) -> np.ndarray:
     if isinstance(stored, Quantized):
         return dequantize(stored)
     return depalettize(stored) if isinstance(stored, Palettized) else stored
+
+
+def joined_rows(pieces: Sequence[Stored]) -> Stored:
+    """Consecutive rows of a plain or linearly rounded matrix as one matrix."""
+    if len(pieces) == 1:
+        return pieces[0]
+    if rounded := [piece for piece in pieces if isinstance(piece, Quantized)]:
+        data, scale = (np.concatenate([getattr(piece, part) for piece in rounded]) for part in ("data", "scale"))
+        return Quantized(data, scale, rounded[0].bits)
+    return np.concatenate([piece for piece in pieces if isinstance(piece, np.ndarray)])
 
 
 def scheme_of(stored: Stored) -> Scheme:

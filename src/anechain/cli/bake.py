@@ -10,12 +10,12 @@ import typer
 
 from anechain.bake.jobs import make_plan
 from anechain.bake.lora import Merged, open_merged
-from anechain.bake.native_parts import check_native_parts
 from anechain.bake.place import check_place
 from anechain.bake.survival import warning
 from anechain.bundle.footprint import footprint
 from anechain.bundle.form import TARGETS
 from anechain.bundle.manifest import Bundle
+from anechain.bundle.mil_format import model_class
 from anechain.bundle.recipe import load_recipe
 from anechain.cli.console import err, folder, megabytes, print_json, progress
 from anechain.errors import RequestError
@@ -121,7 +121,7 @@ def bake_bundle(
     activations: str = "fp16",
 ) -> Bundle:
     """Validates everything, then bakes with progress bars; what `bake` and `demo` both do."""
-    check_native_parts()
+    model_class()  # without the format's definitions nothing could be written at the end
     check_place(output, model, lora)
     source = open_merged(model, lora)
     for part in (source.base, source) if isinstance(source, Merged) else (source,):

@@ -23,6 +23,7 @@ def bench(
     prompt: Annotated[int, typer.Option(help="tokens of the prompt")] = 128,
     tokens: Annotated[int, typer.Option(help="tokens after it")] = 64,
     runs: Annotated[int, typer.Option(help="fresh processes; medians are shown")] = 3,
+    calm: Annotated[bool, typer.Option("--calm", help="repeat a run that other processes disturbed")] = False,
     curves: Annotated[
         bool, typer.Option("--curves", help="also by context, by length of the prompt and by stage")
     ] = False,
@@ -44,7 +45,7 @@ def bench(
         contenders.append(own(opened, "openvino", "fast" if fast else "exact", prompt, tokens))
         contenders += peers(PEERS, peers_python, opened.source_ref, prompt, tokens)
     with progress("bench") as report:
-        record = run_bench(opened, contenders, runs, curves, report)
+        record = run_bench(opened, contenders, runs, curves, report, calm)
     if as_json:
         print_json(record)
     else:
@@ -54,12 +55,15 @@ def bench(
 def show(record: dict[str, Any]) -> None:
     table = Table(box=None)
     heads = ("engine", "decode tok/s", "prefill tok/s", "first token ms", "load ms", "start to token ms", "peak MB")
+    heads = (*heads, "others' CPU")
     for head in heads:
         table.add_column(head)
     for name, made in record["contenders"].items():
         cells = [made.get("decode_tok_per_s"), made.get("prefill_tok_per_s"), made.get("first_token_ms")]
         cells += [made.get("load_ms"), made.get("start_to_first_token_ms"), (made.get("peak_rss_bytes") or 0) / 1e6]
-        table.add_row(made["runs"][0].get("engine", name), *("" if x is None else f"{x:.1f}" for x in cells))
+        shares = [run["cpu_used_by_others"] for run in made["runs"]]
+        words = ["" if x is None else f"{x:.1f}" for x in cells]
+        table.add_row(made["runs"][0].get("engine", name), *words, f"{min(shares):.0%} to {max(shares):.0%}")
     out.print(table)
     for name, made in record["contenders"].items():
         if "settings" in made["runs"][0]:

@@ -9,9 +9,7 @@ import typer
 
 from anechain.bundle.manifest import TOKENIZER, open_bundle
 from anechain.cli.console import err, open_engine, open_grammar, print_json
-from anechain.cli.doctor import this_machine
 from anechain.errors import RequestError
-from anechain.judge.measured import refuse_diverged
 from anechain.run.chain import Chain
 from anechain.run.conversation import Conversation
 from anechain.run.sample import Sampling
@@ -39,7 +37,10 @@ def chat(
     wanted = open_grammar(schema, regex, grammar)
     opened = open_bundle(bundle)
     tokenizer = Tokenizer.load(opened.path / TOKENIZER)
-    if engine == "coreml":
+    if engine == "coreml":  # these two load what bakes as well, which takes longer than to open a bundle
+        from anechain.cli.doctor import this_machine
+        from anechain.judge.measured import refuse_diverged
+
         refuse_diverged(opened, this_machine())
     chain = Chain(opened, open_engine(engine, fast=fast, compute_units=compute_units))
     conversation = Conversation(chain, tokenizer, sampling, system, grammar=wanted)

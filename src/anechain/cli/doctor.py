@@ -78,7 +78,7 @@ def examine() -> dict[str, Any]:
         "memory_bytes": _memory_bytes(),
         "coremltools": {"version": tool or None, "native_parts": native},
         "engines": _engines(),
-        "can_bake": python["supported"] and bool(tool) and all(native[name] for name in NATIVE),
+        "can_bake": python["supported"] and bool(tool),
         "known_problems": [_problem(row, machine, tool, records) for row in _concerning(machine, tool)],
         "records": len(records),
     }

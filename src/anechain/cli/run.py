@@ -8,8 +8,6 @@ import typer
 
 from anechain.bundle.manifest import TOKENIZER, open_bundle
 from anechain.cli.console import err, open_engine, open_grammar, print_json
-from anechain.cli.doctor import this_machine
-from anechain.judge.measured import refuse_diverged
 from anechain.run.chain import Chain
 from anechain.run.generate import generate
 from anechain.run.grammar import Grammars
@@ -39,7 +37,10 @@ def run(
     opened = open_bundle(bundle)
     tokenizer = Tokenizer.load(opened.path / TOKENIZER)
     constraint = Grammars(tokenizer).start(wanted) if wanted else None
-    if engine == "coreml":
+    if engine == "coreml":  # these two load what bakes as well, which takes longer than to open a bundle
+        from anechain.cli.doctor import this_machine
+        from anechain.judge.measured import refuse_diverged
+
         refuse_diverged(opened, this_machine())
     chain = Chain(opened, open_engine(engine, fast=fast, compute_units=compute_units))
     tokens, ids = [], tokenizer.encode(prompt)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from anechain.bake import package
 from anechain.bake.source import Source
 from anechain.bundle.manifest import Bundle
 from anechain.errors import BundleError
@@ -54,8 +55,6 @@ def find_culprit(bundle: Bundle, source: Source, probe: Probe, say: Say) -> Culp
     if culprit == bundle.head_path:
         return Culprit(culprit.name, own)
     block = bundle.blocks[number]
-    from anechain.bake import package  # brings coremltools in, which nothing else here needs
-
     with tempfile.TemporaryDirectory(prefix="anechain-bisect-") as folder:
 
         def layers(count: int) -> str | None:

@@ -20,7 +20,7 @@ from anechain.bundle.rounded import Rounded, save_rounded
 from anechain.errors import BundleError, RequestError
 from anechain.judge.baseline import STEPS, Baseline, Profile, PromptIds, build_baseline, prompts_of
 from anechain.judge.boundaries import boundary_scales, calibration_ids, kept_peaks, layer_peaks
-from anechain.judge.calibration import CalibrationSet, calibration_set, calibration_text
+from anechain.judge.calibration import BEGINNINGS, QUESTIONS, CalibrationSet, calibration_set, calibration_text
 from anechain.judge.oracle import Oracle
 from anechain.judge.rounding import round_model
 from anechain.judge.stream import kept_peak, probes, stream_peak, stream_scale
@@ -116,7 +116,7 @@ def kept_text(
     """The calibration's tokens, from the cache where they are already there."""
     texts = hashlib.sha256(repr(sorted(source.text_files.items())).encode()).hexdigest()
     drawn = [calibration.sequences, calibration.length, calibration.seed]
-    decided = [source.fingerprint, texts, calibration_text(), drawn, tools()]
+    decided = [source.fingerprint, texts, calibration_text(), BEGINNINGS, QUESTIONS, drawn, tools()]
     key = hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()
     path = cache_folder("texts") / f"{key[:32]}.json"
     try:

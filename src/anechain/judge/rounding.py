@@ -222,6 +222,8 @@ class _Walk:
             bias = f"{parts[0]}_bias"
             if bias in layer_tensors(self.spec):
                 missing -= self.original(layer, bias)
+            if not self.spec.sandwich_norms:  # where no norm comes between, it makes up for the stream's own drift, too
+                missing += self.exact - self.stream
         self._round(weights, schemes, given, wanted, missing, give, tie)
 
     def _round(

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
-from anechain.bundle.embedding import open_embedding
 from anechain.bundle.form import from_int8, to_int8
 from anechain.bundle.manifest import Bundle
 from anechain.bundle.spec import DECODE, MASKED, PREFILL, WRITE, head_pieces, kind_suffix
 from anechain.errors import RequestError
+from anechain.run.embedding_cache import embedding_of
 from anechain.run.engine import Engine, Stage, State
 from anechain.run.rope import rotations
 
@@ -94,7 +94,7 @@ class Chain:
 
     def __init__(self, bundle: Bundle, engine: Engine, stitched: bool | None = None) -> None:
         self.bundle, self.engine = bundle, engine
-        self.embedding = open_embedding(bundle)
+        self.embedding = embedding_of(bundle)
         self.packages: Sequence[Sequence[Path]] = [[path] for path in bundle.block_paths]  # of each stage
         if engine.stitches if stitched is None else stitched:
             self.packages = [bundle.block_paths]

@@ -21,12 +21,13 @@ from anechain.run.native import Library, library
 from anechain.run.past_cells import CELLS
 from anechain.run.stage_plan import Arrays, HeldState, StagePlan, StepPlan
 from anechain.run.tape_build import SIZES, Compiled, Tape, compiled
-from anechain.run.tape_cache import keep, kept, key_of
+from anechain.run.tape_cache import cleared, keep, kept, key_of, packed_path
 from anechain.run.tape_graph import BITS
 from anechain.run.tape_ops import OPS, faults
+from anechain.run.tape_packed import mapped, store
 from anechain.run.tape_plan import ARENA, WEIGHTS, codes_of
 from anechain.run.tape_view import strides_of
-from anechain.run.tape_weights import pack
+from anechain.run.tape_weights import pack, private
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ class CellState(HeldState):
 
 def _zeros(shape: Sequence[int]) -> np.ndarray:
     """f16, in pages that take no memory until they are written to."""
-    size = int(np.prod(shape)) * 2
-    return np.frombuffer(mmap.mmap(-1, max(size, 1)), np.float16, int(np.prod(shape))).reshape(shape)
+    count = int(np.prod(shape))
+    return np.frombuffer(private(max(2 * count, 1)), np.float16, count).reshape(shape)
 
 
 class TapeEngine(HostMemory):
@@ -69,15 +70,19 @@ class TapeEngine(HostMemory):
         """Raises EngineError, listing all, for ops that are not known, and BundleError for an unreadable package."""
         key = key_of(packages, BITS[self._mode])
         made = kept(key, packages) if key else None
-        if made is None:
-            made = self._compiled([read_program(package) for package in packages])
-            if key:
-                keep(key, made, packages)
-        return TapeStage(self._library, made)
+        if key and made is not None:
+            there = mapped(packed_path(key), made.packed_bytes)
+            return TapeStage(self._library, made, there or pack(made.jobs, made.packed_bytes, self._library.run))
+        made = self._compiled([read_program(package) for package in packages])
+        begin, held = pack(made.jobs, made.packed_bytes, self._library.run)
+        if key and keep(key, made, packages):
+            store(packed_path(key), begin, made.packed_bytes, held, cleared)
+        return TapeStage(self._library, made, (begin, held))
 
     def load_programs(self, programs: Sequence[Program]) -> "TapeStage":
         """The stage of programs that are read already."""
-        return TapeStage(self._library, self._compiled(programs))
+        made = self._compiled(programs)
+        return TapeStage(self._library, made, pack(made.jobs, made.packed_bytes, self._library.run))
 
     def _compiled(self, programs: Sequence[Program]) -> Compiled:
         found = [fault for program in programs for fault in faults(program)]
@@ -90,12 +95,12 @@ class TapeEngine(HostMemory):
 
 
 class TapeStage:
-    """Consecutive packages, loaded."""
+    """Consecutive packages, loaded. `packed`: where their matrices begin, and what keeps them."""
 
-    def __init__(self, native: Library, made: Compiled) -> None:
+    def __init__(self, native: Library, made: Compiled, packed: tuple[int, mmap.mmap]) -> None:
         self._plan = StagePlan(made.programs)
         native.prepare(max(tape.scratch_bytes for tape in made.tapes.values()))
-        begin, self._held = pack(made.jobs, made.packed_bytes, native.run)
+        begin, self._held = packed
         self._tapes = {name: _Running(native, self._plan.steps[name], tape, begin) for name, tape in made.tapes.items()}
 
     @property

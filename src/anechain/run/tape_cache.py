@@ -1,14 +1,17 @@
 """Tapes kept on disk, so that the second start of a bundle does not read its programs again.
 
-An entry holds the tapes, their constants, and where in the packages the matrices are: a few megabytes. It is found by
-the program of each package, by its weight file (size, time of change, inode) and by the engine's own code, so that
-anything that changes makes another entry. The oldest are removed when there are many; the folder can be deleted.
+An entry holds the tapes, their constants, and where in the packages the matrices are: a few megabytes; and beside it,
+in a file of its own, the packed matrices (tape_packed). It is found by what is in each package's program and weight
+file, and by the engine's own code: a copy of a package finds the same entry, and anything that changes makes another
+one. Those that were used longest ago are removed when there are many or when they are large; the folder can be deleted,
+also while it is used.
 """
 
 import hashlib
 import json
 import os
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,15 +20,18 @@ import numpy as np
 
 from anechain.bundle.program import Function, Op, Program, Value
 from anechain.run.blend import Blend
+from anechain.run.file_hash import hashes
 from anechain.run.stage_plan import READ, SLICE_UPDATE, UPDATE, Write
 from anechain.run.tape_build import Compiled, Place, Tape
 from anechain.run.tape_plan import ALIGNMENT, Code
 from anechain.run.tape_weights import Job
 
-KEPT = 32  # entries
-_SUFFIX = ".tape"
-_WEIGHTS = ("Data", "com.apple.CoreML", "weights", "weight.bin")
-_PROGRAM = ("Data", "com.apple.CoreML", "model.mlmodel")
+KEPT = 128  # entries: a stage is one
+KEPT_BYTES = 4 << 30  # of them all
+_SUFFIX, _PACKED = ".tape", ".packed"
+_ABANDONED_S = 3600  # a file that is still being written after that is nobody's
+WEIGHTS = ("Data", "com.apple.CoreML", "weights", "weight.bin")
+PROGRAM = ("Data", "com.apple.CoreML", "model.mlmodel")
 
 
 def folder() -> Path:
@@ -36,18 +42,24 @@ def folder() -> Path:
 def key_of(packages: Sequence[Path], bits: tuple[int, int]) -> str | None:
     """None for packages whose files do not lie where they usually do: those are not kept."""
     digest = hashlib.sha256(f"{bits}".encode())
-    for source in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(source.read_bytes())
+    here = Path(__file__).parent
+    for code in sorted([*here.glob("*.py"), *here.glob("_native*")]):
+        digest.update(code.read_bytes())
     try:
         for package in packages:
-            digest.update(str(package.resolve()).encode() + package.joinpath(*_PROGRAM).read_bytes())
-            weights = package.joinpath(*_WEIGHTS)
-            if weights.exists():
-                seen = weights.stat()
-                digest.update(f"{seen.st_size} {seen.st_mtime_ns} {seen.st_ino}".encode())
+            digest.update(hashlib.sha256(package.joinpath(*PROGRAM).read_bytes()).digest())
+        weights = [package.joinpath(*WEIGHTS) for package in packages]
+        there = [path for path in weights if path.exists()]
+        found = dict(zip(there, hashes(there, folder() / "hashes.json"), strict=True))
+        digest.update("".join(found.get(path, "none") for path in weights).encode())
     except OSError:
         return None
     return digest.hexdigest()
+
+
+def packed_path(key: str) -> Path:
+    """Where the packed matrices of an entry are, if they are kept."""
+    return folder() / (key + _PACKED)
 
 
 def kept(key: str, packages: Sequence[Path]) -> Compiled | None:
@@ -64,9 +76,9 @@ def kept(key: str, packages: Sequence[Path]) -> Compiled | None:
         return None
 
 
-def keep(key: str, made: Compiled, packages: Sequence[Path]) -> None:
+def keep(key: str, made: Compiled, packages: Sequence[Path]) -> bool:
     """Writes an entry beside its name and renames it; without a place to write to, or for matrices that are in no file,
-    nothing is kept."""
+    nothing is kept. Returns whether it is."""
     writer = _Writer(packages)
     try:
         record = {"key": key, **writer.record(made)}
@@ -76,11 +88,28 @@ def keep(key: str, made: Compiled, packages: Sequence[Path]) -> None:
         with tempfile.NamedTemporaryFile(dir=folder(), suffix=".part", delete=False) as file:
             file.write(head + bytes(-len(head) % ALIGNMENT) + b"".join(writer.blocks))
         os.replace(file.name, folder() / (key + _SUFFIX))
-        entries = sorted(folder().glob("*" + _SUFFIX), key=lambda path: path.stat().st_mtime)
-        for old in entries[:-KEPT]:
-            old.unlink(missing_ok=True)
+        cleared()
     except (OSError, _NotInAFileError):
-        return
+        return False
+    return True
+
+
+def cleared() -> None:
+    """Removes the entries that were used longest ago, as many as are too many, and what nobody finished."""
+    used = {path: path.stat().st_mtime for path in folder().glob("*" + _SUFFIX)}
+    size = 0
+    for place, entry in enumerate(sorted(used, key=lambda path: -used[path])):
+        files = [path for path in (entry, packed_path(entry.stem)) if path.exists()]
+        size += sum(path.stat().st_size for path in files)
+        if place >= KEPT or size > KEPT_BYTES:
+            for path in files:
+                path.unlink(missing_ok=True)
+    tables = sorted(folder().glob("*.embedding"), key=lambda path: -path.stat().st_mtime)
+    for path in tables[KEPT:]:
+        path.unlink(missing_ok=True)
+    for path in folder().glob("*.part"):
+        if path.stat().st_mtime < time.time() - _ABANDONED_S:
+            path.unlink(missing_ok=True)
 
 
 class _NotInAFileError(Exception):
@@ -91,7 +120,7 @@ class _Writer:
     def __init__(self, packages: Sequence[Path]) -> None:
         self.blocks: list[bytes] = []
         self._size = 0
-        self._files = [str(package.joinpath(*_WEIGHTS).resolve()) for package in packages]
+        self._files = [str(package.joinpath(*WEIGHTS).resolve()) for package in packages]
 
     def record(self, made: Compiled) -> dict[str, Any]:
         return {
@@ -167,7 +196,7 @@ class _Reader:
 
     def _file(self, number: int) -> np.ndarray:
         if number not in self._files:
-            self._files[number] = np.asarray(np.memmap(self._packages[number].joinpath(*_WEIGHTS), np.uint8, "r"))
+            self._files[number] = np.asarray(np.memmap(self._packages[number].joinpath(*WEIGHTS), np.uint8, "r"))
         return self._files[number]
 
     def _array(self, block: list[Any]) -> np.ndarray:

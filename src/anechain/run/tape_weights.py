@@ -147,11 +147,17 @@ def pack(jobs: Sequence[Job], size: int, run: Callable[[np.ndarray, np.ndarray],
 
 def huge(size: int) -> tuple[int, mmap.mmap]:
     """The address of `size` zero bytes, in pages of 2 MB where the system has them; and what keeps them."""
-    held = mmap.mmap(-1, size + _HUGE)
+    held = private(size + _HUGE)
     address = np.frombuffer(held, np.uint8).__array_interface__["data"][0]
     if hasattr(mmap, "MADV_HUGEPAGE"):
         held.madvise(mmap.MADV_HUGEPAGE)
     return -(-address // _HUGE) * _HUGE, held
+
+
+def private(size: int) -> mmap.mmap:
+    """Zero bytes of this process alone. Memory that could be shared, which is what mmap makes unless it is told, gets
+    pages of 2 MB only where the system is set up to give such memory large pages, and few systems are."""
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE) if hasattr(mmap, "MAP_PRIVATE") else mmap.mmap(-1, size)
 
 
 def _give_back(array: np.ndarray) -> None:

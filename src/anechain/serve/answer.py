@@ -166,8 +166,7 @@ class _Shown:
             return ""
         before = self._free.pending + text
         shown = self._free.feed(text) + (self._free.flush() if finish else "")
-        if self._free.stopped:
-            self._called = before[len(shown) :]
+        self._called = before[len(shown) :] if self._free.stopped else ""
         return shown
 
     def _ready(self, finish: Finish | None) -> tuple[Entry, ...]:

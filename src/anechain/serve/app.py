@@ -11,11 +11,10 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 
 from anechain.serve.answer import Delta, Plan
 from anechain.serve.bodies import DONE, Bodies, event
-from anechain.serve.guards import Guard, plain
+from anechain.serve.guards import REQUEST_ID, Cors, Guard, plain
 from anechain.serve.problem import Problem, problem_of
 from anechain.serve.schema import ChatRequest, CompletionRequest, read
 from anechain.serve.service import Running, Service, log
@@ -29,7 +28,7 @@ PAGE_POLICY = (
 # Otherwise a path with a slash too many is sent on to an address made of the request's own Host header.
 PLAIN_ROUTES = {"docs_url": None, "redoc_url": None, "openapi_url": None, "redirect_slashes": False}
 
-STREAM_S = 0.02  # between two writes to one client, at least: 50 a second are more than an eye can follow
+STREAM_S = 1 / 30  # between two writes to one client, at least: 30 a second are more than an eye can read
 CLOSED_REQUEST = 499  # nobody is there to read it
 Result = TypeVar("Result")
 
@@ -38,20 +37,20 @@ def create_app(service: Service) -> FastAPI:
     app = FastAPI(title="anechain", **PLAIN_ROUTES)  # type: ignore[arg-type]
     settings = service.settings
 
-    def counted(path: str, problem: Problem) -> None:
-        service.finished(Running(_new_id(), path if path in ROUTES else "other"), _outcome(problem))
+    def counted(path: str, problem: Problem) -> str:
+        """The id under which the line of a refusal is written."""
+        running = Running(_new_id(), path if path in ROUTES else "other")
+        service.finished(running, _outcome(problem))
+        return running.id
 
     app.add_middleware(Guard, settings.api_key, settings.body_bytes, settings.loopback, settings.cors, counted)
     if settings.cors:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=list(settings.cors), allow_methods=["*"], allow_headers=["*"]
-        )  # fmt: skip
+        app.add_middleware(Cors, settings.cors)
     page = (files("anechain.serve") / "page.html").read_text(encoding="utf-8")
 
     def refused(request: Request, problem: Problem) -> Response:
-        if not getattr(request.state, "counted", False):
-            counted(request.url.path, problem)
-        return JSONResponse(problem.body(), problem.status, headers=dict(problem.headers))
+        request_id = getattr(request.state, "request_id", None) or counted(request.url.path, problem)
+        return JSONResponse(problem.body(), problem.status, headers={REQUEST_ID: request_id, **dict(problem.headers)})
 
     @app.exception_handler(Problem)
     async def on_problem(request: Request, problem: Problem) -> Response:
@@ -113,9 +112,9 @@ async def _answered(
     service: Service, request: Request, plan: Plan, chat: bool, stream: bool, with_usage: bool
 ) -> Response:
     running = Running(_new_id(), request.url.path)
-    request.state.counted = True
+    request.state.request_id = running.id
     bodies = Bodies(chat, service.settings.name, plan, service.tokenizer)
-    headers = {"x-request-id": running.id}
+    headers = {REQUEST_ID: running.id}
     deltas = service.deltas(plan, running, STREAM_S if stream else math.inf)
 
     async def gathered() -> list[Delta]:

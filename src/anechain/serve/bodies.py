@@ -10,10 +10,12 @@ from typing import Any
 from anechain.run.tokenizer import Tokenizer
 from anechain.serve.answer import Delta, Entry, Plan
 
+_encoded = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps would make an encoder for each event
+
 
 def event(body: Any) -> bytes:
     """One server-sent event. Escaped to ASCII: clients that split lines as Unicode does would cut at U+2028."""
-    return f"data: {json.dumps(body, separators=(',', ':'))}\n\n".encode()
+    return f"data: {_encoded(body)}\n\n".encode()
 
 
 DONE = b"data: [DONE]\n\n"
@@ -163,8 +165,9 @@ class Bodies:
         for entry in entries:
             tokens.append(name(entry.id))
             values.append(None if entry.ranking is None else max(entry.ranking.logprob, -9999.0))
-            top = None if entry.ranking is None else {name(i): max(v, -9999.0) for i, v in entry.ranking.top}
-            tops.append(top)
+            # The token that was taken is always among them, so there may be one more than was asked for.
+            best = None if entry.ranking is None else [*entry.ranking.top, (entry.id, entry.ranking.logprob)]
+            tops.append(None if best is None else {name(i): max(value, -9999.0) for i, value in best})
             offsets.append(offset)
             offset += len(self._bytes(entry.id).decode(errors="ignore"))
         self._offsets[choice] = offset

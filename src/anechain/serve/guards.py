@@ -7,15 +7,19 @@ from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from anechain.serve.problem import Problem
 
+REQUEST_ID = "x-request-id"
 OPEN = ("/", "/health")  # what needs no key: the page holds none of anybody's words
 
 
 class Guard:
-    """ASGI middleware, innermost of all. Refuses before a body is read where that is possible.
+    """ASGI middleware, under Cors alone. Refuses before a body is read where that is possible.
 
     A browser lets any web page send requests to this machine. So a POST that says which page it comes from has to come
     from the page here or from one of `origins`. And where the server is for this machine alone and has no key, its
@@ -29,7 +33,7 @@ class Guard:
         body_bytes: int,
         loopback: bool,
         origins: Sequence[str],
-        refused: Callable[[str, Problem], None],
+        refused: Callable[[str, Problem], str],
     ) -> None:
         self._app, self._key, self._limit, self._refused = app, api_key.encode(), body_bytes, refused
         self._any, self._origins = "*" in origins, {origin.lower() for origin in origins}
@@ -88,12 +92,34 @@ class Guard:
         return None
 
     async def _refuse(self, send: Send, path: str, problem: Problem) -> None:
-        self._refused(path, problem)
+        request_id = self._refused(path, problem)
         body = json.dumps(problem.body()).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        headers.append((REQUEST_ID.encode(), request_id.encode()))
         headers.append((b"connection", b"close"))  # the rest of the body is not read
         await send({"type": "http.response.start", "status": problem.status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+
+
+class Cors(CORSMiddleware):
+    """For the pages of `origins`, which may read when to come back, too. A refusal has the shape of all others."""
+
+    def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
+        super().__init__(
+            app,
+            allow_origins=list(origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID, "retry-after"],
+        )
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        answer = super().preflight_response(request_headers)
+        if answer.status_code < 400:
+            return answer
+        problem = Problem(answer.status_code, f"{bytes(answer.body).decode()}.", code="unknown_origin")
+        kept = {key: value for key, value in answer.headers.items() if not key.startswith("content-")}
+        return JSONResponse(problem.body(), problem.status, headers=kept)
 
 
 def _name(host: str) -> str:

@@ -1,12 +1,13 @@
 """A request body becomes a Plan: everything that can be refused is refused here, before the chain is touched."""
 
 import threading
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal, TypeVar, TypeVarTuple
 
 from anechain.errors import AnechainError
 from anechain.run.chat import THINK, ChatTemplate, as_text, opens_thinking
-from anechain.run.grammar import Grammar, Grammars
+from anechain.run.grammar import Constraint, Grammar, Grammars
 from anechain.run.sample import Sampler, Sampling
 from anechain.run.tokenizer import Tokenizer
 from anechain.run.tool_calls import call_schema, free_or_call
@@ -15,6 +16,9 @@ from anechain.serve.problem import Problem, problem_of
 from anechain.serve.schema import MAX_PROMPTS, ChatRequest, CompletionRequest, NamedTool
 
 Tools = Literal["none", "free", "call"]
+Result = TypeVar("Result")
+Arguments = TypeVarTuple("Arguments")
+OWN_VARIABLES = ("messages", "tools", "add_generation_prompt")  # of a template; they are not for chat_template_kwargs
 
 
 class Planner:
@@ -36,6 +40,12 @@ class Planner:
             )
         tools: Tools = "none"
         grammar, variables = None, dict(request.chat_template_kwargs)
+        if taken := [name for name in OWN_VARIABLES if name in variables]:
+            raise Problem(
+                400,
+                f"chat_template_kwargs sets {', '.join(taken)}, which the request itself decides.",
+                param="chat_template_kwargs",
+            )
         if request.tools and request.tool_choice != "none":
             if not self._takes_tools:
                 raise Problem(400, "this model's chat template takes no tools.", param="tools")
@@ -49,13 +59,10 @@ class Planner:
         ids = _named("messages", self._tokenizer.encode, rendered, False)
         self._check_length(ids, "messages")
         inside = opens_thinking(rendered)
-        start = None
+        start: Callable[[], Constraint] | None = None
         if grammar is not None:
             self._started(grammar, inside, "tools" if tools != "none" else "response_format")
-            wanted = grammar
-
-            def start():  # type: ignore[no-untyped-def]
-                return self._started(wanted, inside, "response_format")
+            start = partial(self._started, grammar, inside, "response_format")
 
         return Plan(
             prompts=(tuple(ids),),
@@ -98,7 +105,7 @@ class Planner:
             return _named("tools", free_or_call, functions, self._tokenizer, request.parallel_tool_calls), "free"
         return Grammar.schema(_named("tools", call_schema, functions)), "call"
 
-    def _started(self, grammar: Grammar, after_thinking: bool, field: str):  # type: ignore[no-untyped-def]
+    def _started(self, grammar: Grammar, after_thinking: bool, field: str) -> Constraint:
         with self._lock:
             if self._grammars is None:
                 self._grammars = Grammars(self._tokenizer)
@@ -135,7 +142,7 @@ class Planner:
             )
 
 
-def _named(field, function, *arguments):  # type: ignore[no-untyped-def]
+def _named(field: str, function: Callable[[*Arguments], Result], *arguments: *Arguments) -> Result:
     """What `function` returns; what it refuses, with the field at fault."""
     try:
         return function(*arguments)

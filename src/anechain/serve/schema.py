@@ -7,14 +7,23 @@ that names the field; nothing is accepted and ignored. `user` and `metadata` are
 import json
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from anechain.serve.problem import Problem
 
 MAX_STOPS, MAX_CHOICES, MAX_PROMPTS = 4, 8, 64
 Model = TypeVar("Model", bound=BaseModel)
 Count = Annotated[int, Field(ge=1)]
-Zero = Annotated[float, Field(ge=0, le=0)]
+
+
+def _zero(value: float) -> float:
+    if value:
+        raise PydanticCustomError("not_done", "only 0 is supported")
+    return value
+
+
+Zero = Annotated[float, AfterValidator(_zero)]
 
 
 class _Strict(BaseModel):
@@ -173,7 +182,7 @@ class CompletionRequest(_Common):
         if isinstance(self.prompt, str):
             return [self.prompt]
         if self.prompt and isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]
+            return [self.prompt]
         return self.prompt  # type: ignore[return-value]
 
 

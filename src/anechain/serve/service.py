@@ -5,9 +5,10 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from typing import TypeVar, TypeVarTuple
 
 from anechain.run.chain import Chain
 from anechain.run.tokenizer import Tokenizer
@@ -18,6 +19,8 @@ from anechain.serve.prefixes import Prefixes
 from anechain.serve.problem import Problem, problem_of
 from anechain.serve.worker import Done, Worker, late
 
+Result = TypeVar("Result")
+Arguments = TypeVarTuple("Arguments")
 GRACE_S = 2.0  # for a step that is at work when a request's time is over
 log = logging.getLogger("anechain.serve")
 
@@ -51,10 +54,11 @@ class Running:
     first: float | None = None
     last: float | None = None
 
-    def saw(self, delta: Delta) -> None:
+    def saw(self, delta: Delta, at: float) -> None:
+        """Counts what came `at` that time.monotonic()."""
         self.cached += delta.cached
         if delta.tokens:
-            self.last = time.monotonic()
+            self.last = at
             self.first = self.first or self.last
             self.completion += delta.tokens
 
@@ -74,7 +78,7 @@ class Service:
         self._planners = ThreadPoolExecutor(2, "anechain-plan")
         self._planning = 0
 
-    async def planned(self, function, *arguments):  # type: ignore[no-untyped-def]
+    async def planned(self, function: Callable[[*Arguments], Result], *arguments: *Arguments) -> Result:
         """What `function` returns, from a thread. Raises Problem, also when more plan already than could be served."""
         self.worker.check(self._planning)
         self._planning += 1
@@ -88,32 +92,35 @@ class Service:
     async def deltas(self, plan: Plan, running: Running, apart_s: float) -> AsyncIterator[list[Delta]]:
         """The answer as it comes, all that has come at a time. Raises Problem; whoever stops listening ends it.
 
-        The loop is woken for the first token and for the last word; for others at least `apart_s` after it was woken
-        before, so that a token that follows faster comes with the next one. Waking it takes a processor from the chain.
+        A batch with tokens is followed by a pause of `apart_s`: tokens that come meanwhile are the next batch, which
+        takes less from the chain than waking the loop for each. Only the end of it all ends a pause early.
         """
-        loop, ready, arrived = asyncio.get_running_loop(), asyncio.Event(), deque[Delta | Done]()
-        woken, begun = -math.inf, False
+        loop, ready, arrived = asyncio.get_running_loop(), asyncio.Event(), deque[tuple[float, Delta | Done]]()
+        pausing = math.isinf(apart_s)
 
         def deliver(item: Delta | Done | None) -> None:  # in the worker's thread
-            nonlocal woken, begun
             if item is None:
                 return
-            arrived.append(item)
-            now, last = time.monotonic(), isinstance(item, Done) or item.finish is not None
-            first = not begun and isinstance(item, Delta) and item.tokens > 0
-            begun = begun or first
-            if (last or first or now - woken >= apart_s) and not loop.is_closed():
-                woken = now
+            arrived.append((time.monotonic(), item))
+            # `pausing` is read after the append, and `arrived` after the pause: one of the two sees the other.
+            if (not pausing or isinstance(item, Done)) and not loop.is_closed():
                 loop.call_soon_threadsafe(ready.set)
 
+        def paused() -> None:
+            nonlocal pausing
+            pausing = False
+            if arrived:
+                ready.set()
+
         def overrun() -> None:
-            arrived.append(Done(late(self.settings.time_out_s)))
+            arrived.append((time.monotonic(), Done(late(self.settings.time_out_s))))
             ready.set()
 
         running.prompt_tokens = sum(map(len, plan.prompts))
         ticket = self.worker.submit(answer(self._parts, plan), deliver)
         # The worker looks at the time between two steps. An engine that hangs inside one must not hold the client.
         overdue = loop.call_later(self.settings.time_out_s + GRACE_S, overrun)
+        pause: asyncio.TimerHandle | None = None
         try:
             while True:
                 await ready.wait()
@@ -121,12 +128,16 @@ class Service:
                 batch: list[Delta] = []
                 done: Done | None = None
                 while arrived and done is None:
-                    item = arrived.popleft()
+                    at, item = arrived.popleft()
                     if isinstance(item, Done):
                         done = item
                     else:
-                        running.saw(item)
+                        running.saw(item, at)
                         batch.append(item)
+                if any(delta.tokens for delta in batch) and not math.isinf(apart_s):
+                    if pause is not None:
+                        pause.cancel()
+                    pausing, pause = True, loop.call_later(apart_s, paused)
                 if batch:
                     yield batch
                 if done is not None:
@@ -135,6 +146,8 @@ class Service:
                     return
         finally:
             overdue.cancel()
+            if pause is not None:
+                pause.cancel()
             ticket.cancel()
 
     def finished(self, running: Running, outcome: str) -> None:

@@ -116,14 +116,14 @@ class Worker:
                 while self._waiting and len(self._open) < self._parallel:
                     self._open.append(self._waiting.popleft())
                 if self._open:
-                    late = [t for t in self._waiting if t.cancelled.is_set() or time.monotonic() > t.deadline]
-                    for ticket in late:
+                    over = [t for t in self._waiting if t.cancelled.is_set() or time.monotonic() > t.deadline]
+                    for ticket in over:
                         self._waiting.remove(ticket)
                     break
                 self._change.wait()
             else:
                 return False
-        for ticket in late:
+        for ticket in over:
             self._end(ticket, None if ticket.cancelled.is_set() else late(self._time_out_s))
         return True
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-import anechain.bake
 from anechain.bake import jobs
 from anechain.bake.jobs import make_plan
 from anechain.bake.source import open_source
@@ -67,7 +66,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "ProcessPoolExecutor", InProcess)
-    monkeypatch.setattr(anechain.bake, "package", Package, raising=False)
+    monkeypatch.setattr(jobs, "package", Package)
     monkeypatch.setattr(Package, "made", ())
     monkeypatch.setattr(os, "fsync", lambda _: None)  # a kill does not lose what the system has not written yet
 
@@ -107,7 +106,7 @@ def wanted(bake: Callable[..., Bundle], tmp_path_factory: pytest.TempPathFactory
     folder, trees = tmp_path_factory.mktemp("wanted"), {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jobs, "ProcessPoolExecutor", InProcess)
-        patch.setattr(anechain.bake, "package", Package, raising=False)
+        patch.setattr(jobs, "package", Package)
         for options in (ONE, OTHER):
             path = folder / str(options["context"])
             bake(path, **options)

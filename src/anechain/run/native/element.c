@@ -7,9 +7,12 @@ enum { ADD, SUB, MUL, DIV, MAX, MIN, ABS, EXP, SIGMOID, SQRT, TANH, SILU, SQUARE
        RSQRT, SILU_MUL };
 enum { F32, F16 };
 
+/* 1 / (1 + e^-x), with an estimate of 14 bits and one step of Newton's, in a third of a division's time; 0 where it is
+   too small for a normal number, because the estimate of infinity's inverse has no such step. NaN stays NaN. */
 INLINE __m512 sigmoid(__m512 x) {
-    __m512 one = _mm512_set1_ps(1.0f);
-    return _mm512_div_ps(one, _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), x))));
+    __m512 one = _mm512_set1_ps(1.0f), least = _mm512_set1_ps(-87.0f);
+    __m512 d = _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), x))), y = _mm512_rcp14_ps(d);
+    return _mm512_maskz_fmadd_ps(_mm512_cmp_ps_mask(x, least, _CMP_NLT_UQ), y, _mm512_fnmadd_ps(d, y, one), y);
 }
 
 INLINE __m512 tangent(__m512 x) { /* tanh x = 1 - 2 / (e^2x + 1) */
