@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -191,7 +192,7 @@ def record_files(root: Path, below: Path) -> dict[str, FileRecord]:
 
 def write_atomically(path: Path, content: bytes) -> None:
     """`path` holds either what it held before or all of `content`, whatever happens meanwhile."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
         with temporary.open("wb") as stream:
             stream.write(content)

@@ -6,8 +6,6 @@ the format's definitions alone are sixty modules.
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from anechain.bundle.embedding import Embedding, open_embedding
-from anechain.bundle.manifest import HEAD, Bundle
+from anechain.bundle.manifest import HEAD, Bundle, write_atomically
 from anechain.run.tape_cache import PROGRAM, WEIGHTS, folder
 
 _PARTS = ("data", "scale", "palette")
@@ -80,8 +78,6 @@ def _write(place: Path, text: str) -> None:
     """Without a place to write to, nothing is kept."""
     try:
         folder().mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.NamedTemporaryFile("w", dir=folder(), suffix=".part", delete=False) as file:
-            file.write(text)
-        os.replace(file.name, place)
+        write_atomically(place, text.encode())
     except OSError:
         return

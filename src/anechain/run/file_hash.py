@@ -1,13 +1,12 @@
 """What is in a large file, as a hash: read whole once, and then known by the file's size, times and inode."""
 
-import hashlib
 import json
-import os
-import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from anechain.bundle.manifest import sha256_of, write_atomically
 
 KEPT = 256  # files
 SETTLED_NS = 2_000_000_000  # a file that changed just now may change again within one tick of its clock
@@ -23,7 +22,7 @@ def hashes(paths: Sequence[Path], memory: Path) -> list[str]:
     seen = {path: _seen(path) for path in paths}
     missing = [path for path in dict.fromkeys(paths) if known.get(str(path.resolve()), [None])[:-1] != seen[path]]
     with ThreadPoolExecutor(_THREADS) as pool:
-        made = dict(zip(missing, pool.map(_sha256, missing), strict=True))
+        made = dict(zip(missing, pool.map(sha256_of, missing), strict=True))
     settled = [path for path in missing if seen[path] == _seen(path) and seen[path][1] + SETTLED_NS < time.time_ns()]
     if settled:
         known |= {str(path.resolve()): [*seen[path], made[path]] for path in settled}
@@ -34,11 +33,6 @@ def hashes(paths: Sequence[Path], memory: Path) -> list[str]:
 def _seen(path: Path) -> list[int]:
     stat = path.stat()
     return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _known(memory: Path) -> dict[str, list[object]]:
@@ -54,8 +48,6 @@ def _known(memory: Path) -> dict[str, list[object]]:
 def _remember(memory: Path, known: dict[str, list[object]]) -> None:
     try:
         memory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.NamedTemporaryFile("w", dir=memory.parent, suffix=".part", delete=False) as file:
-            json.dump(known, file)
-        os.replace(file.name, memory)
+        write_atomically(memory, json.dumps(known).encode())
     except OSError:
         return

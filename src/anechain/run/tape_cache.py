@@ -10,7 +10,6 @@ also while it is used.
 import hashlib
 import json
 import os
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from anechain.bundle.manifest import write_atomically
 from anechain.bundle.program import Function, Op, Program, Value
 from anechain.run.blend import Blend
 from anechain.run.file_hash import hashes
@@ -85,9 +85,8 @@ def keep(key: str, made: Compiled, packages: Sequence[Path]) -> bool:
         text = json.dumps(record).encode()
         head = np.uint64(len(text)).tobytes() + text
         folder().mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.NamedTemporaryFile(dir=folder(), suffix=".part", delete=False) as file:
-            file.write(head + bytes(-len(head) % ALIGNMENT) + b"".join(writer.blocks))
-        os.replace(file.name, folder() / (key + _SUFFIX))
+        content = head + bytes(-len(head) % ALIGNMENT) + b"".join(writer.blocks)
+        write_atomically(folder() / (key + _SUFFIX), content)
         cleared()
     except (OSError, _NotInAFileError):
         return False
@@ -107,7 +106,7 @@ def cleared() -> None:
     tables = sorted(folder().glob("*.embedding"), key=lambda path: -path.stat().st_mtime)
     for path in tables[KEPT:]:
         path.unlink(missing_ok=True)
-    for path in folder().glob("*.part"):
+    for path in (*folder().glob("*.part"), *folder().glob(".*.tmp")):
         if path.stat().st_mtime < time.time() - _ABANDONED_S:
             path.unlink(missing_ok=True)
 
