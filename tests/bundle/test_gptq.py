@@ -84,7 +84,8 @@ def test_inputs_that_never_come_cost_nothing_and_break_nothing() -> None:
             assert np.isfinite(dense(round_matrix(WEIGHT, dead, parse_scheme(text), ("clip", "gptq")))).all()
         assert np.isfinite(conditional_power(dead)).all()
         assert np.isfinite(balanced(WEIGHT, conditional_power(dead))).all()
-        assert np.isfinite(drift(np.zeros_like(WEIGHT), dead)).all()
+        lacks, halves = ((m.astype(np.float32), m.astype(np.float32)) for m in (WEIGHT @ dead, dead))
+        assert np.isfinite(drift(lacks, halves)).all()
 
 
 def test_clipping_saves_error_and_never_costs_any() -> None:
@@ -190,10 +191,40 @@ def test_conditional_power_is_the_residual_of_a_regression_on_the_weaker_inputs(
         np.testing.assert_allclose(ours[here], (rest**2).sum() / len(X), rtol=1e-6)
 
 
-def test_drift_is_ridge_regression_of_what_lacks() -> None:
-    lacking = X @ RNG.standard_normal((INPUTS, 6)) + RNG.standard_normal((len(X), 6))
-    ridge = np.sqrt(gptq.DRIFT_RIDGE * np.diag(MOMENT) * len(X)) * np.eye(INPUTS)
-    taller = np.concatenate([X, ridge]), np.concatenate([lacking, np.zeros((INPUTS, 6))])
-    expected = np.linalg.lstsq(*taller, rcond=None)[0].T
-    ours = drift((lacking.T @ X / len(X)).astype(np.float32), MOMENT)
+def sums(inputs: np.ndarray, lacking: np.ndarray) -> tuple[gptq.Halves, gptq.Halves]:
+    """(y x^T, x x^T) over every other row and over the rest."""
+    halves = [(lacking[i::2].T @ inputs[i::2], inputs[i::2].T @ inputs[i::2]) for i in (0, 1)]
+    lacks, moments = (tuple(np.asarray(half, np.float32) for half in pair) for pair in zip(*halves, strict=True))
+    return lacks, moments
+
+
+def regressed(inputs: np.ndarray, lacking: np.ndarray, share: float) -> np.ndarray:
+    """Ridge regression as least squares of a taller system, [X, I]."""
+    ridge = np.sqrt(share * (inputs**2).sum(axis=0)) * np.eye(inputs.shape[1])
+    taller = np.concatenate([inputs, ridge]), np.concatenate([lacking, np.zeros((len(ridge), lacking.shape[1]))])
+    return np.linalg.lstsq(*taller, rcond=None)[0].T
+
+
+@pytest.mark.parametrize("weighed", [False, True])
+@pytest.mark.parametrize("noise", [0.1, 30.0])
+def test_drift_is_the_ridge_regression_that_serves_the_other_half_best(noise: float, weighed: bool) -> None:
+    lacking = X @ RNG.standard_normal((INPUTS, 6)) * 0.1 + noise * RNG.standard_normal((len(X), 6))
+    root = RNG.standard_normal((6, 6)) if weighed else np.eye(6)
+    ours = drift(*sums(X, lacking), (root.T @ root).astype(np.float32) if weighed else None)
+    unseen = {
+        share: float((((X[1::2] @ regressed(X[::2], lacking[::2], share).T - lacking[1::2]) @ root.T) ** 2).sum())
+        for share in gptq.RIDGES
+    }
+    best = min(unseen, key=lambda share: unseen[share])
+    assert (best == gptq.RIDGES[0]) == (noise < 1)
+    expected = regressed(X, lacking, best)
     np.testing.assert_allclose(ours, expected, rtol=DRIFT_RELATIVE, atol=DRIFT_RELATIVE * np.abs(expected).max())
+
+
+def test_drift_adds_nothing_where_what_is_learnt_does_not_serve_the_other_half() -> None:
+    lacking = X @ RNG.standard_normal((INPUTS, 6))
+    lacking[1::2] *= -1
+    assert not drift(*sums(X, lacking)).any()
+    half = sums(X, lacking)
+    nothing = np.zeros_like(half[1][1])
+    assert not drift((half[0][0], half[0][1] * 0), (half[1][0], nothing)).any(), "one text has no other half"

@@ -234,7 +234,7 @@ def test_rules_and_calibration_that_make_no_sense() -> None:
         "my.toml cannot be used: match = [] in rule 1 (use a pattern or a list of patterns); "
         "layers = ['0'] in rule 1 (use a list of whole numbers, the first layer is 0); "
         "at_most = -1 in rule 1 (use a whole number of weights); unknown key 'colour' in calibration; "
-        "methods = ['gptq', 'magic'] in calibration (use a list of clip, scales, gptq, drift, level); "
+        "methods = ['gptq', 'magic'] in calibration (use a list of clip, scales, gptq, drift, level, weigh); "
         "sequences = -1 in calibration (use a whole number of at least 0)."
     )
     assert (

@@ -121,7 +121,7 @@ def test_a_constant_moves_the_cosine_and_not_the_centred_one() -> None:
     assert m8.reasons == (
         f"1 steps have a cosine below 0.999, lowest {step.cosine:.5f} at {step.prompt} position {step.position}",
     )
-    assert not m8.accepted and strict.passed and strict.to_json()["min_cosine"] == step.cosine
+    assert not m8.passed and m8.accepted and strict.passed and strict.to_json()["min_cosine"] == step.cosine
 
 
 def leaning(logits: np.ndarray, row: int, cosine: float, centred: bool) -> np.ndarray:

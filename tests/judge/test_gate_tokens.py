@@ -63,15 +63,17 @@ def test_one_real_miss_among_near_ties_is_not_accepted() -> None:
     assert len(result.near_ties) == 1 and not result.accepted
 
 
-def test_a_near_tie_beside_a_low_cosine_is_not_accepted() -> None:
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_a_near_tie_beside_a_low_cosine_is_accepted_only_where_all_logits_are_off_alike(everywhere: bool) -> None:
     baseline = close_call(make_baseline(), 17, 10.0, 9.99)
 
     def change(logits: np.ndarray) -> None:
         swap(17, 4, 30)(logits)
-        logits[3] += 1
+        logits[3, slice(None) if everywhere else slice(0, None, 2)] += 1
 
     result = judged(baseline, change)
-    assert len(result.reasons) == 2 and len(result.near_ties) == 1 and not result.accepted
+    assert len(result.reasons) == 2 and len(result.near_ties) == 1 and "cosine below 0.999" in result.reasons[1]
+    assert not result.passed and result.accepted is everywhere
 
 
 @pytest.mark.parametrize(("ties", "passes"), [(2, True), (3, False)])

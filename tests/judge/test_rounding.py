@@ -16,7 +16,7 @@ from anechain.bundle.stored import Corrected, Stored, compress, dense
 from anechain.errors import BundleError, RecipeError
 from anechain.judge import rounding
 from anechain.judge.calibration import BEGINNINGS, QUESTIONS, calibration_set, calibration_text
-from anechain.judge.oracle import Oracle
+from anechain.judge.oracle import Oracle, rotate, rotation
 from anechain.judge.prepare import with_rounding
 from anechain.judge.prompts import CHAT, M8, SENTENCES, STRICT
 from anechain.judge.rounding import RoundedSource, round_model
@@ -116,8 +116,10 @@ def test_what_writes_to_the_stream_makes_up_for_what_the_stream_has_lost() -> No
     assert left < 0.61 * lost  # 0.58 here; 0.65 where each matrix makes up for its own results alone
 
 
-def test_statistics_are_those_of_the_rounded_chain() -> None:
+@pytest.mark.parametrize("weighed", [True, False])
+def test_statistics_are_those_of_the_rounded_chain(weighed: bool) -> None:
     source, seen = tiny_source("qwen3"), {}
+    methods = ("gptq", "weigh") if weighed else ("gptq",)
     calibration = tokens(source, 5, 30)
 
     class Look:
@@ -127,7 +129,7 @@ def test_statistics_are_those_of_the_rounded_chain() -> None:
         def rows(self, name: str, factors: np.ndarray) -> None:
             raise AssertionError("nothing is moved here")
 
-    tensors = round_model(source, source.spec, recipe("int4", "gptq"), calibration, look=Look())
+    tensors = round_model(source, source.spec, recipe("int4", *methods), calibration, look=Look())
     entering: dict[str, np.ndarray] = {}
 
     class Watching(Oracle):
@@ -138,7 +140,63 @@ def test_statistics_are_those_of_the_rounded_chain() -> None:
     Watching(RoundedSource(source, source.spec, tensors)).forward(calibration)
     assert set(seen) == set(entering) and len(seen) == 21
     for name, x in entering.items():
-        np.testing.assert_allclose(seen[name], x.T @ x / len(x), rtol=1e-3, atol=1e-4 * np.abs(seen[name]).max())
+        layer, part = int(name.split(".")[1]), name.rpartition(".")[2]
+        match part if weighed else "":
+            case "" | "q" | "k":
+                power = x.T @ x
+            case "v":
+                after, _ = streams(source, calibration, layer)
+                mixed = shares(source, calibration, layer) @ x  # [heads, N, I]
+                power = np.einsum("hni,n,hnj->ij", mixed, 1 / (after**2).mean(axis=1), mixed)
+            case _:
+                after_o, after_down = streams(source, calibration, layer)
+                after = after_o if part == "o" else after_down
+                power = x.T @ (x / (after**2).mean(axis=1)[:, None])
+        mine = seen[name] / np.trace(seen[name])
+        np.testing.assert_allclose(mine, power / np.trace(power), rtol=1e-3, atol=1e-4 * np.abs(mine).max())
+
+
+def streams(source: TensorSource, sequences: list[np.ndarray], layer: int) -> tuple[np.ndarray, np.ndarray]:
+    """The original's residual stream after the attention of `layer` and after its feed-forward, [N, H] each."""
+    oracle = Oracle(source)
+    entering: list[np.ndarray] = []
+    oracle.forward(sequences, record=lambda _, rows: entering.append(np.concatenate(rows)))
+    halves: list[np.ndarray] = []
+
+    class Halfway(Oracle):
+        def _ffn(self, at: int, x: np.ndarray) -> np.ndarray:
+            halves.append(x)
+            return super()._ffn(at, x)
+
+    Halfway(source).forward(sequences)
+    return halves[layer], entering[layer + 1]
+
+
+def shares(source: TensorSource, sequences: list[np.ndarray], layer: int) -> np.ndarray:
+    """How much each position looks at each other one, [heads, N, N], by attention of values that are unit vectors."""
+    spec = source.spec
+    oracle, found = Oracle(source), []
+    entering: list[list[np.ndarray]] = []
+    oracle.forward(sequences, record=lambda _, rows: entering.append(list(rows)))
+    for rows in entering[layer]:
+        h = oracle._norm(layer, "attn_norm", rows)
+        q = oracle._linear(layer, "q", h).reshape(len(h), -1, spec.head_dim)
+        k = oracle._linear(layer, "k", h).reshape(len(h), -1, spec.head_dim)
+        if spec.qk_norm:
+            q, k = oracle._norm(layer, "q_norm", q), oracle._norm(layer, "k_norm", k)
+        turn = rotation(spec.attentions[spec.layer_attention[layer]].rope, spec.head_dim, np.arange(len(h)))
+        q, k = rotate(q, *turn), rotate(k, *turn)
+        k = np.repeat(k, spec.n_heads // spec.n_kv_heads, axis=1)
+        scores = np.einsum("nhd,mhd->hnm", q, k) * spec.attention_scale
+        scores += np.triu(np.full((len(h), len(h)), -np.inf), 1)
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        found.append(weights / weights.sum(axis=-1, keepdims=True))
+    total = sum(map(len, sequences))
+    whole, at = np.zeros((spec.n_heads, total, total)), 0
+    for one in found:
+        whole[:, at : at + one.shape[1], at : at + one.shape[1]] = one
+        at += one.shape[1]
+    return whole
 
 
 # -- the text ----------------------------------------------------------------------------------------------------------

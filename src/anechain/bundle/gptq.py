@@ -15,7 +15,8 @@ from anechain.bundle.recipe import Scheme
 from anechain.bundle.stored import Compressed, Corrected, corrected, dense
 
 DAMPING = 0.01  # of the mean power of an input, added to all; Frantar et al. 2022, section 3.3
-DRIFT_RIDGE = 0.05
+RIDGES = (0.1, 1.0, 6.0, 36.0)  # of each input's own power: of these `drift` takes what helps a text it has not seen
+Halves = tuple[np.ndarray, np.ndarray]
 _SPARE, _ITERATIONS = 8, 16
 _COLUMNS = 128  # rounded before what they leave is handed on to all later ones
 _CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5)
@@ -141,15 +142,28 @@ def _gptq(
     return np.ascontiguousarray(back.T)
 
 
-def drift(lack: np.ndarray, moment: np.ndarray) -> np.ndarray:
-    """What to add to a matrix [O, I] so that it makes up for what the chain before it has changed, by least squares.
+def drift(lacks: Halves, moments: Halves, cost: np.ndarray | None = None) -> np.ndarray:
+    """What [X, I] to add to a matrix so that it makes up for what the chain before it has changed; zeros if it cannot.
 
-    `lack` [O, I] is the mean of (what its outputs lack) x^T over its inputs x. (The step that asymmetric calibration
-    adds to GPTQ: Li et al. 2025, GPTAQ; Zhang et al. 2025, Qronos.) Every input's power is raised by DRIFT_RIDGE of its
-    own, so that little is made of what few tokens show.
+    `lacks` [X, I] are sums of (what is lacking) x^T over inputs x, for two halves of the text, and `moments` [I, I]
+    those of x x^T. (The step that asymmetric calibration adds to GPTQ: Li et al. 2025, GPTAQ; Zhang et al. 2025.)
+    Plain least squares mostly learns what is peculiar to these tokens. So it is a ridge regression, every input's
+    power raised by one of RIDGES times its own: that with which what one half teaches serves the other half best.
+    `cost` [X, X] says what errors of what is lacking cost; None for all alike.
     """
-    ridge = moment + np.diag(DRIFT_RIDGE * np.diag(moment) + 1e-30)
-    added: np.ndarray = np.linalg.solve(ridge, lack.astype(np.float64).T).T.astype(np.float32)
+    (learnt, unseen), (moment, test) = lacks, moments
+    least, best = 0.0, None
+    for ridge in RIDGES:
+        added = _ridge(learnt, moment, ridge)
+        costly = added if cost is None else cost @ added
+        if (found := float(np.sum((added @ test) * costly) - 2 * np.sum(costly * unseen))) < least:
+            least, best = found, ridge
+    return np.zeros_like(learnt) if best is None else _ridge(learnt + unseen, moment + test, best)
+
+
+def _ridge(lack: np.ndarray, moment: np.ndarray, ridge: float) -> np.ndarray:
+    raised = moment + np.diag(np.float32(ridge) * np.diag(moment) + np.float32(1e-30))
+    added: np.ndarray = np.linalg.solve(raised, lack.T).T
     return added
 
 

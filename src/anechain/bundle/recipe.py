@@ -103,7 +103,7 @@ class Rule:
         return data | {key: value for key, value in limits.items() if value}
 
 
-METHODS = ("clip", "scales", "gptq", "drift", "level")
+METHODS = ("clip", "scales", "gptq", "drift", "level", "weigh")
 
 
 @dataclass(frozen=True)

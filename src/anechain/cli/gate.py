@@ -13,7 +13,7 @@ from anechain.bundle.manifest import TOKENIZER, Bundle, open_bundle
 from anechain.cli.console import Report, err, open_engine, out, print_json, progress
 from anechain.errors import RequestError
 from anechain.judge.baseline import Baseline
-from anechain.judge.gate import Result, run_gate
+from anechain.judge.gate import MIN_COSINE, Result, run_gate
 from anechain.judge.packages import PackageReport, judge_packages
 from anechain.judge.prepare import PROFILES, load_baseline
 from anechain.run.chain import Chain
@@ -113,7 +113,10 @@ def show(results: list[Result], tokenizer: Tokenizer, packages: list[PackageRepo
                 f"{step.margin:.4f} logits ({step.margin / step.ulp:.2f} fp16 ulp) in the original"
             )
         if not result.passed and result.profile == "m8" and result.accepted:
-            out.print(f"{result.engine}: nothing but near-ties of under 4 fp16 ulp; judge with --profile strict")
+            out.print(
+                f"{result.engine}: accepted all the same: every token is right but at near-ties of under 4 fp16 ulp, "
+                f"and every centred cosine is at least {MIN_COSINE}; judge with --profile strict"
+            )
     for package in packages:
         state = f"bad from {package.first_bad}" if package.first_bad else "good"
         out.print(f"{package.file}: min cosine {package.min_cosine:.6f}, max error {package.max_error:.4f}: {state}")

@@ -12,7 +12,7 @@ from anechain.bake.lora import open_merged
 from anechain.bundle.recipe import Calibration
 from anechain.cli.console import err, out, print_json, progress
 from anechain.errors import RequestError
-from anechain.judge.tune import METHODS
+from anechain.judge.tune import LENGTH, METHODS
 from anechain.judge.tune import tune as search
 from anechain.judge.tune_report import table, write_report
 
@@ -24,7 +24,7 @@ def tune(
     lora: Annotated[str, typer.Option(metavar="DIR", help="a PEFT LoRA adapter to merge into the model")] = "",
     context: Annotated[int, typer.Option(help="positions of the key/value cache that the exam fills")] = 1024,
     seed: Annotated[int, typer.Option(help="of the model's own words in the calibration text")] = 0,
-    sequences: Annotated[int, typer.Option(help="how many texts of its own the model adds")] = 40,
+    sequences: Annotated[int, typer.Option(help="how many texts of its own the model adds, of 128 tokens each")] = 160,
     jobs: Annotated[int, typer.Option(help="processes at once")] = min(4, os.cpu_count() or 1),
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> int:
@@ -44,7 +44,7 @@ def tune(
     source = open_merged(model, lora or None)
     if source.spec.max_context < context:
         raise RequestError(f"--context {context} is more than the {source.spec.max_context} positions it knows.")
-    calibration = Calibration(METHODS, sequences, seed=seed)
+    calibration = Calibration(METHODS, sequences, LENGTH, seed)
     with progress("tune") as report:
         tuned = search(source, lora or None, calibration, context, jobs, ane, report)
     files = write_report(tuned, output, model)

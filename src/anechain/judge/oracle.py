@@ -206,8 +206,9 @@ def rms_norm(x: np.ndarray, gain: np.ndarray, eps: float) -> np.ndarray:
 
 def silu(x: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):  # exp of more than 88 is inf, and x / inf is the 0 that is meant
-        y: np.ndarray = x / (1 + np.exp(-x))
-    return y
+        y: np.ndarray = np.exp(-x)
+    y += 1
+    return np.divide(x, y, out=y)
 
 
 def gelu_tanh(x: np.ndarray) -> np.ndarray:

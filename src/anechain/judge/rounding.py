@@ -5,7 +5,7 @@ already rounded. Each matrix is rounded by what the second one brings it. The ar
 bundle/balance.py; what this makes is data for a bake (bundle/rounded.py).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -18,6 +18,7 @@ from anechain.bundle.quant import Quantized
 from anechain.bundle.recipe import Recipe, Scheme
 from anechain.bundle.spec import ModelSpec, head_pieces, layer_tensors, stream_writers
 from anechain.bundle.stored import Corrected, Stored, compress, dense
+from anechain.judge.moments import Cost, Moments, attention_pairs, moments_of
 from anechain.judge.oracle import attend, gelu_tanh, rms_norm, rotate, rotation, silu
 
 Progress = Callable[[int, int], None]
@@ -91,6 +92,7 @@ class _Walk:
         self.source, self.spec, self.recipe, self.look = source, spec, recipe, look
         self.methods = recipe.calibration.methods
         self.tensors: dict[str, Stored] = {}
+        self._originals: dict[str, np.ndarray] = {}
         ends = np.cumsum([len(ids) for ids in tokens]).tolist()
         self.spans = [slice(end - len(ids), end) for end, ids in zip(ends, tokens, strict=True)]
         positions = np.concatenate([np.arange(len(ids)) for ids in tokens])
@@ -117,7 +119,12 @@ class _Walk:
     # Tensors of a layer, as the original has them and as they are rounded
 
     def original(self, layer: int, part: str) -> np.ndarray:
-        return self.source.tensor(f"layers.{layer}.{part}")
+        name = f"layers.{layer}.{part}"
+        if name not in self._originals:
+            if not any(kept.startswith(f"layers.{layer}.") for kept in self._originals):
+                self._originals = {}  # only those of one layer are kept
+            self._originals[name] = self.source.tensor(name)
+        return self._originals[name]
 
     def rounded(self, layer: int, part: str) -> np.ndarray:
         """What the chain computes with, without the stream's scale."""
@@ -137,44 +144,78 @@ class _Walk:
     def attention(self, layer: int) -> None:
         spec = self.spec
         wanted, given = (self.norm(layer, "attn_norm", x, True) for x in (self.exact, self.stream))  # [N, H]
-        self.round(layer, ("q", "k", "v"), given, wanted, None, self._into_norm(layer, "attn_norm"))
-        given = self.norm(layer, "attn_norm", self.stream, False)
-        wanted = self._mix(layer, wanted, True)
-        given = self._mix(layer, given, False)  # [N, heads * D]
+        result, pairs = self._attended(layer, wanted)
+        give = self._into_norm(layer, "attn_norm")
+        self.round(layer, ("q", "k", "v"), given, wanted - given, give, {"v": pairs})
+        given = self._mix(layer, self.norm(layer, "attn_norm", self.stream, False), False)  # [N, heads * D]
         group = spec.n_heads // spec.n_kv_heads
 
         def tie(logs: np.ndarray) -> np.ndarray:
             heads = logs.reshape(spec.n_kv_heads, group, spec.head_dim)
             return np.broadcast_to(heads.mean(axis=1, keepdims=True), heads.shape).ravel()
 
-        result = self.linear(layer, "o", wanted, True)  # [N, H]
-        self.round(layer, ("o",), given, wanted, result, self._into_rows(layer, "v", group), tie)
-        self._add(layer, "o", self._mix(layer, self.norm(layer, "attn_norm", self.stream, False), False), result)
+        give = self._into_rows(layer, "v", group)
+        self._add(layer, "o", given / self._round_writer(layer, "o", given, result, give, tie), result)
 
     def feed_forward(self, layer: int) -> None:
         wanted, given = (self.norm(layer, "ffn_norm", x, True) for x in (self.exact, self.stream))
-        self.round(layer, ("gate", "up"), given, wanted, None, self._into_norm(layer, "ffn_norm"))
+        inner = self.activation(self.linear(layer, "gate", wanted, True)) * self.linear(layer, "up", wanted, True)
+        result = self.linear(layer, "down", inner, True)  # [N, H]
+        costs = self._costs(layer, "down", self.exact, result) if "weigh" in self.methods else None
+        give = self._into_norm(layer, "ffn_norm")
+        self.round(layer, ("gate", "up"), given, wanted - given, give, {"gate": costs, "up": costs})
         given = self.norm(layer, "ffn_norm", self.stream, False)
-        gate = self.activation(self.linear(layer, "gate", given, False))  # [N, F]
-        wanted = self.activation(self.linear(layer, "gate", wanted, True)) * self.linear(layer, "up", wanted, True)
-        result = self.linear(layer, "down", wanted, True)
-        inner = gate * self.linear(layer, "up", given, False)
-        self.round(layer, ("down",), inner, wanted, result, self._into_rows(layer, "up", 1))
-        self._add(layer, "down", gate * self.linear(layer, "up", given, False), result)
+        given = self.activation(self.linear(layer, "gate", given, False)) * self.linear(layer, "up", given, False)
+        give = self._into_rows(layer, "up", 1)
+        self._add(layer, "down", given / self._round_writer(layer, "down", given, result, give), result)
 
-    def _mix(self, layer: int, x: np.ndarray, exact: bool) -> np.ndarray:
-        """Normed x [N, H] -> what attention hands to `o` [N, heads * D]."""
+    def _attended(self, layer: int, x: np.ndarray) -> tuple[np.ndarray, list[np.ndarray] | None]:
+        """Normed x [N, H] of the original -> what its `o` writes [N, H], and what errors of its values cost."""
+        if "weigh" not in self.methods:
+            return self.linear(layer, "o", self._mix(layer, x, True), True), None
+        spec, result = self.spec, np.empty_like(x)
+
+        def weigh(span: slice, mixed: np.ndarray) -> np.ndarray:
+            result[span] = self.linear(layer, "o", mixed, True)
+            return self._costs(layer, "o", self.exact[span], result[span])
+
+        window = spec.attentions[spec.layer_attention[layer]].window
+        heads = self._heads(layer, x, True)
+        return result, attention_pairs(*heads, self.spans, spec.attention_scale, window, weigh)
+
+    def _costs(self, layer: int, part: str, stream: np.ndarray, result: np.ndarray) -> np.ndarray:
+        """What the square of an error in `result` [n, H], which is added to the original's `stream`, costs at each
+        position [n]: the next norm divides by what the stream has become. (A sequence's first position may have a
+        hundred times the magnitude of all others, and nothing else would count.)
+        """
+        eps = np.float32(self.spec.rms_eps)
+        cost = np.float32(1)
+        if self.spec.sandwich_norms:
+            cost = 1 / (np.mean(result * result, axis=-1) + eps)
+            norm = "attn_post_norm" if part == "o" else "ffn_post_norm"
+            result = self.norm(layer, norm, result, True)
+        after = stream + result
+        costs: np.ndarray = cost / (np.mean(after * after, axis=-1) + eps)
+        return costs
+
+    def _heads(self, layer: int, x: np.ndarray, exact: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Normed x [N, H] -> queries [N, heads, D], keys and values [N, n_kv, D], as attention sees them."""
         spec = self.spec
         q, k, v = (self.linear(layer, part, x, exact).reshape(len(x), -1, spec.head_dim) for part in ("q", "k", "v"))
         if spec.qk_norm:
             q, k = self.norm(layer, "q_norm", q, exact), self.norm(layer, "k_norm", k, exact)
-        attention = spec.attentions[spec.layer_attention[layer]]
         turn = self.turns[spec.layer_attention[layer]]
-        q, k = rotate(q, *turn), rotate(k, *turn)
+        return rotate(q, *turn), rotate(k, *turn), v
+
+    def _mix(self, layer: int, x: np.ndarray, exact: bool) -> np.ndarray:
+        """Normed x [N, H] -> what attention hands to `o` [N, heads * D]."""
+        spec = self.spec
+        q, k, v = self._heads(layer, x, exact)
+        window = spec.attentions[spec.layer_attention[layer]].window
         mixed = np.empty((len(x), spec.n_heads * spec.head_dim), np.float32)
         for span in self.spans:
             keys, values = k[span].transpose(1, 0, 2), v[span].transpose(1, 0, 2)
-            mixed[span] = attend(q[span], keys, values, spec.attention_scale, attention.window)
+            mixed[span] = attend(q[span], keys, values, spec.attention_scale, window)
         return mixed
 
     def _add(self, layer: int, part: str, given: np.ndarray, wanted: np.ndarray) -> None:
@@ -199,63 +240,83 @@ class _Walk:
         names = [f"head.{i}" for i in range(pieces)]
         padded = np.pad(matrix, ((0, pieces * rows - len(matrix)), (0, 0)))
         weights = dict(zip(names, np.split(padded, pieces), strict=True))
-        self._round(weights, dict.fromkeys(names, scheme), given, wanted, None, self._into_vector("final_norm"), None)
+        seen = dict.fromkeys(names, moments_of(given, wanted - given, self.spans, None))
+        self._round(weights, dict.fromkeys(names, scheme), seen, self._into_vector("final_norm"))
 
-    # One group of matrices that read the same
+    # Matrices that read the same
 
     def round(
         self,
         layer: int,
         parts: Sequence[str],
         given: np.ndarray,
-        wanted: np.ndarray,
-        result: np.ndarray | None,
+        lack: np.ndarray,
+        give: "_Give",
+        costs: Mapping[str, Cost],
+    ) -> None:
+        """Rounds matrices that read `given` [N, I]; the original's inputs have `lack` [N, I] beyond that."""
+        names = [f"layers.{layer}.{part}" for part in parts]
+        weights = {name: self.original(layer, part) for name, part in zip(names, parts, strict=True)}
+        schemes = {name: self.recipe.scheme_for(name, weight.size) for name, weight in weights.items()}
+        made: dict[int, Moments] = {}  # parts whose errors cost the same see the same
+        seen = {}
+        for name, part in zip(names, parts, strict=True):
+            cost = costs.get(part)
+            if id(cost) not in made:
+                made[id(cost)] = moments_of(given, lack, self.spans, cost)
+            seen[name] = made[id(cost)]
+        self._round(weights, schemes, seen, give)
+
+    def _round_writer(
+        self,
+        layer: int,
+        part: str,
+        given: np.ndarray,
+        result: np.ndarray,
         give: "_Give",
         tie: Tie | None = None,
-    ) -> None:
-        names = [f"layers.{layer}.{part}" for part in parts]
-        weights = {name: self.source.tensor(name) for name in names}
-        schemes = {name: self.recipe.scheme_for(name, weight.size) for name, weight in weights.items()}
-        missing = None
-        if result is not None:
-            missing = result - given @ weights[names[0]].T
-            bias = f"{parts[0]}_bias"
-            if bias in layer_tensors(self.spec):
-                missing -= self.original(layer, bias)
-            if not self.spec.sandwich_norms:  # where no norm comes between, it makes up for the stream's own drift, too
-                missing += self.exact - self.stream
-        self._round(weights, schemes, given, wanted, missing, give, tie)
+    ) -> np.ndarray:
+        """Rounds a matrix that reads `given` [N, I] and writes to the stream; the original's wrote `result` [N, H].
+
+        Returns by what [I] its inputs are divided from now on. What makes them was rounded before its rows were
+        divided, so for them nothing has changed but, where it is stored in fp16, the last bit.
+        """
+        name, bias = f"layers.{layer}.{part}", f"{part}_bias"
+        weight = self.original(layer, part)
+        lack = result - self.original(layer, bias) if bias in layer_tensors(self.spec) else result
+        if not self.spec.sandwich_norms:  # where no norm comes between, it makes up for the stream's own drift, too
+            lack = lack + (self.exact - self.stream)
+        costs = self._costs(layer, part, self.exact, result) if "weigh" in self.methods else None
+        seen = moments_of(given, lack, self.spans, costs)
+        first, second = (y - weight @ x for x, y in zip(seen.inputs, seen.lacks, strict=True))
+        seen = Moments(seen.inputs, (first, second), of_results=True)
+        return self._round({name: weight}, {name: self.recipe.scheme_for(name, weight.size)}, {name: seen}, give, tie)
 
     def _round(
         self,
         weights: dict[str, np.ndarray],
         schemes: dict[str, Scheme],
-        given: np.ndarray,
-        wanted: np.ndarray,
-        missing: np.ndarray | None,
+        seen: dict[str, Moments],
         give: "_Give",
-        tie: Tie | None,
-    ) -> None:
-        """Rounds matrices that read `given` [N, I], where the original's read `wanted`.
+        tie: Tie | None = None,
+    ) -> np.ndarray:
+        """Rounds matrices that read the same; `give` moves factors into what makes it and says what it moved.
 
-        `missing` [N, O] is what the result of the only matrix lacks if it is not changed; None asks for the results
-        that the original's inputs would give. `give` moves factors into what makes the inputs and says what it moved.
+        Returns the factors [I] by which the inputs are divided from now on.
         """
-        count = np.float32(len(given))
-        moment = (given.T @ given / count).astype(np.float64)  # [I, I]
         if "drift" in self.methods:
-            across = ((wanted - given if missing is None else missing).T @ given) / count  # [I or O, I]
-            for name, weight in weights.items():
-                weights[name] = weight + drift(weight @ across if missing is None else across, moment)
+            weights = self._drifted(weights, seen)
         compressed = [name for name, scheme in schemes.items() if scheme.bits < 16]
-        factors = np.ones(len(moment), np.float32)
+        moments = {id(s): (s.inputs[0] + s.inputs[1]).astype(np.float64) for s in seen.values()}  # [I, I] each
+        factors = np.ones(next(iter(weights.values())).shape[1], np.float32)
         if "scales" in self.methods and compressed:
             stacked = np.concatenate([weights[name] for name in compressed])
-            factors = give(balanced(stacked, conditional_power(moment), tie))
-            moment = moment / np.outer(factors, factors)
+            powers = [conditional_power(moments[which]) for which in {id(seen[name]): 0 for name in compressed}]
+            factors = give(balanced(stacked, np.sum([p / p.sum() for p in powers], axis=0), tie))
+            moments = {which: moment / np.outer(factors, factors) for which, moment in moments.items()}
         writers = stream_writers(self.spec)
         for name, weight in weights.items():
-            weight = weight * factors
+            weight, moment = weight * factors, moments[id(seen[name])]
             if name.rpartition(".")[2] in writers:
                 weight = weight * np.float32(self.spec.stream_scale)
             if self.look is not None:
@@ -265,6 +326,20 @@ class _Walk:
                 self.tensors[name] = round_matrix(weight, moment, schemes[name], self.methods, name, level)
             elif "drift" in self.methods or (factors != 1).any():
                 self.tensors[name] = weight.astype(np.float16)
+        return factors
+
+    def _drifted(self, weights: dict[str, np.ndarray], seen: dict[str, Moments]) -> dict[str, np.ndarray]:
+        """The matrices, changed so that they make up for what the chain before them has changed."""
+        drifted = {}
+        for which in {id(s): s for s in seen.values()}.values():
+            mine = {name: weight for name, weight in weights.items() if seen[name] is which}
+            if which.of_results:
+                drifted |= {name: weight + drift(which.lacks, which.inputs) for name, weight in mine.items()}
+            else:
+                cost = sum(weight.T @ weight for weight in mine.values())
+                back = drift(which.lacks, which.inputs, cost)  # [I, I]
+                drifted |= {name: weight + weight @ back for name, weight in mine.items()}
+        return {name: drifted[name] for name in weights}
 
     # Where factors go. What is moved is what the rounded producer really lost, so nothing is lost by the moving.
 

@@ -34,7 +34,7 @@ from anechain.judge.prepare import (
 from anechain.judge.rounding import RoundedSource
 
 SEED, LENGTH, STEPS = 90210, 80, 16  # the search's own texts, none of which is calibrated on
-SOME = 3  # every third of them is enough to tell one matrix from another
+SOME = 3  # every third text is enough to tell one matrix from another
 EXACT = "exact|"  # in front of a matrix that was moved and not rounded, in a file of both
 
 

@@ -181,7 +181,7 @@ def _gate(results: Sequence[Result], limits: Mapping[str, Any]) -> Part:
 def _gate_word(result: Result) -> str:
     if result.passed:
         return "PASS"
-    return f"{len(result.near_ties)} near-ties only" if result.accepted else "FAIL"
+    return f"accepted with {len(result.near_ties)} near-ties" if result.accepted else "FAIL"
 
 
 def _traces(record: Mapping[str, Any] | None, limits: Mapping[str, Any]) -> Part:

@@ -1,6 +1,6 @@
 """The search for the smallest recipe that passes: where are bytes worth most, and how many does it take?
 
-1. One pass over the calibration text rounds every matrix to int8, one scale per output channel.
+1. One pass over a third of the calibration text rounds every matrix to int8, one scale per output channel.
 2. For every matrix: the KL divergence on the logits when it alone is rounded (judge/search.py), and by how much a
    correction of rank 8, 16 or 32 would lessen what it costs.
 3. Upgrades (a correction, or fp16) in the order of what they save per byte make a ladder of recipes.
@@ -32,15 +32,16 @@ from anechain.bundle.stored import Stored, storage_bytes
 from anechain.judge.calibration import calibration_text
 from anechain.judge.prepare import cache_folder, kept_text
 from anechain.judge.rounding import round_model
-from anechain.judge.search import EXACT, Task, measure
+from anechain.judge.search import EXACT, SOME, Task, measure
 
 Progress = Callable[[int, int, str], None]
 
 INT8, LEVEL, FP16 = Scheme(8), Scheme(8, rank=1), Scheme(16)
 RANKS = (8, 16, 32)
-METHODS = ("scales", "gptq", "drift", "level")
+METHODS = ("scales", "gptq", "drift", "level", "weigh")
+LENGTH = 128  # tokens of each of the model's own texts: many short ones teach more than few long ones
 EIGHT_BITS = 0.9  # of the block weights, at least
-RUNGS = (0.0, 0.014, 0.028, 0.042, 0.06, 0.08)  # bytes beyond plain int8, of the fp16 bytes
+RUNGS = (0.0, 0.014, 0.024, 0.034, 0.044, 0.065)  # bytes beyond plain int8, of the fp16 bytes
 
 
 @dataclass(frozen=True)
@@ -310,6 +311,7 @@ def _moved_file(source: Source, calibration: Calibration, key: str, report: Prog
     # Without drift: what makes up for earlier rounding would not be the original when nothing is rounded.
     methods = tuple(m for m in calibration.methods if m != "drift")
     plain = _plain(source.spec, replace(calibration, methods=methods))
-    tensors = round_model(source, source.spec, plain, tokens.tokens, lambda d, t: report(d, t, "rounding"), seen)
+    some = tokens.tokens[::SOME]
+    tensors = round_model(source, source.spec, plain, some, lambda d, t: report(d, t, "rounding"), seen)
     save_rounded(path, {**tensors, **seen.exact}, {"left": seen.left, "tokens_sha256": tokens.sha256})
     return path
