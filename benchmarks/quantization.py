@@ -1,7 +1,7 @@
 """The table of docs/quantization.md: what each scheme and method of rounding costs, on the two real models.
 
     anechain bake MODEL -o build/fp16          (once a model: the baselines that every row is judged by)
-    python benchmarks/quantization.py build/fp16 --rows nearest,methods -o build/quantization.jsonl
+    python benchmarks/quantization.py build/fp16 --rows nearest,methods,others -o build/quantization.jsonl
 
 A row is one scheme for the matrices of all blocks (or for the head alone) and some methods. The arithmetic is float32,
 by the oracle, on the weights as they would be stored; m8 is the published bar, strict is held out: 20 prompts of 16
@@ -28,15 +28,15 @@ from anechain.judge.oracle import Oracle
 from anechain.judge.prepare import kept_text, load_baseline
 from anechain.judge.rounding import RoundedSource, round_model
 
-ALL = "scales+gptq+drift"  # and "level", where a correction has room for it
+SEQUENCES, LENGTH = 64, 128  # of the model's own texts
+ALL = "scales+gptq+drift+weigh"  # and "level", where a correction has room for it
 ROWS = {
     "nearest": [(f"blocks {s}", "") for s in ("fp16", "int8", "int8-block32", "palette8", "palette6", "int4-block32")]
     + [("head int8", ""), ("embed int8", "")],
-    "methods": [("blocks int8", m) for m in ("clip", "gptq", "scales+gptq", "gptq+drift", ALL)]
-    + [("blocks int8+rank16", m) for m in ("gptq", "scales+gptq", ALL)]
-    + [("blocks palette8", "gptq+drift"), ("blocks int4-block32", ALL)]
-    + [("head int8", "gptq"), ("head int8", "scales+gptq")],
-    "best": [("blocks int8+rank16", ALL)],
+    "methods": [("blocks int8", m) for m in ("clip", "gptq", "scales+gptq", "gptq+drift", "gptq+weigh", ALL)]
+    + [("blocks int8+rank16", m) for m in ("gptq", ALL, f"{ALL}+level")],
+    "others": [("head int8", "gptq"), ("head int8", "scales+gptq"), ("blocks palette8", "gptq")]
+    + [("blocks int8-block32", ALL), ("blocks int4-block32", ALL)],
 }  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def recipe_of(what: str, methods: str) -> Recipe:
     where, scheme = what.split()
     pattern = "layers.*" if where == "blocks" else where
     rules = () if scheme == "fp16" else (Rule(pattern, parse_scheme(scheme)),)
-    calibration = Calibration(tuple(methods.split("+"))) if methods else None
+    calibration = Calibration(tuple(methods.split("+")), SEQUENCES, LENGTH) if methods else None
     return Recipe(f"{what} {methods}".strip(), "fp16", rules, calibration=calibration)
 
 
@@ -104,7 +104,7 @@ def table(kept: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("bundle", type=Path)
-    parser.add_argument("--rows", default="nearest,methods")
+    parser.add_argument("--rows", default="nearest,methods,others")
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--table", action="store_true", help="print what the file holds and measure nothing")
     options = parser.parse_args()

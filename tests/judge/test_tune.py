@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from tests.tiny import write_tiny
 PLAIN = Recipe("plain", "fp16", (Rule("layers.*", parse_scheme("int8")),), calibration=Calibration(("gptq",)))
 SPEC = SPECS["qwen3"]
 BLOCKS = [name for name in matrices_of(SPEC) if name.startswith("layers.")]
-HALVES = {name: (0.5, 0.4, 0.3) for name in BLOCKS}
+HALVES = {name: {f"int8+rank{r}": share for r, share in ((8, 0.5), (16, 0.4), (32, 0.3))} for name in BLOCKS}
 
 
 # -- the ladder --------------------------------------------------------------------------------------------------------
@@ -48,23 +49,38 @@ def test_bytes_go_where_they_save_most() -> None:
 
 
 def test_a_correction_that_helps_nothing_is_skipped_for_fp16() -> None:
-    ladder = make_ladder(SPEC, PLAIN, dict.fromkeys(BLOCKS, 1e-4), {name: (1.0,) * len(RANKS) for name in BLOCKS})
+    alike = {name: {f"int8+rank{rank}": 1.0 for rank in RANKS} for name in BLOCKS}
+    ladder = make_ladder(SPEC, PLAIN, dict.fromkeys(BLOCKS, 1e-4), alike)
     assert {str(r.scheme) for recipe in ladder for r in recipe.rules} == {"fp16", "int8"}
 
 
+def test_a_table_for_some_rows_is_bought_first_and_keeps_the_channel_of_the_level() -> None:
+    plain = replace(PLAIN, rules=(Rule("layers.*.o", parse_scheme("int8+rank1")), *PLAIN.rules))
+    left = {name: {"int8+rank8": 0.9, "palette8-group16": 0.5, "palette8-group16+rank8": 0.45} for name in BLOCKS}
+    ladder = make_ladder(SPEC, plain, dict.fromkeys(BLOCKS, 1e-4), left)
+    schemes = {r.pattern: str(r.scheme) for r in ladder[-1].rules}
+    tables = [name for name in BLOCKS if schemes.get(name, "").startswith("palette8-group16")]
+    assert len(tables) > len(BLOCKS) / 3
+    assert {schemes[name] for name in tables if name.endswith(".o")} <= {
+        "palette8-group16+rank1", "palette8-group16+rank8",
+    }  # fmt: skip
+    assert any(name.endswith(".o") for name in tables)
+
+
+@pytest.mark.parametrize("first", [0, 3, 9])
 @pytest.mark.parametrize("at_once", [1, 2, 3])
 @pytest.mark.parametrize("lowest", [0, 3, 6, 7])
-def test_bisection_finds_the_lowest_that_passes(lowest: int, at_once: int) -> None:
+def test_bisection_finds_the_lowest_that_passes(lowest: int, at_once: int, first: int) -> None:
     judged: list[int] = []
 
     def judge(places: Sequence[int]) -> None:
         assert 1 <= len(places) <= at_once and not set(places) & set(judged)
         judged.extend(places)
 
-    bisect(7, at_once, judge, lambda i: i >= lowest)
+    bisect(7, at_once, judge, lambda i: i >= lowest, first)
     assert (min((i for i in judged if i >= lowest), default=7)) == lowest
     assert lowest == 0 or lowest - 1 in judged
-    assert len(judged) <= 5 if at_once == 1 else True
+    assert judged[0] <= min(first, 6) and (lowest != 3 or first != 3 or at_once == 1 or len(judged) == at_once)
 
 
 # -- what it says ------------------------------------------------------------------------------------------------------
@@ -124,7 +140,7 @@ def test_report_without_a_pass(tmp_path: Path) -> None:
     assert "# Found by `anechain tune MODEL`: no recipe passes." in text and load_recipe(str(files[0])).name == "b"
     assert "layers.1.down 9.0e-04" in text and "strict: fail, accepted False" in text
     rows = table(tuned).splitlines()
-    assert len(rows) == 4 and rows[2].startswith("| a | 0.0 | 0.600 | 95.0% |") and rows[3].endswith("| no |")
+    assert len(rows) == 4 and rows[2].startswith("| a | 0.0 | 0.600 | 95.0% |") and rows[3].endswith("| yes | no |")
     assert files[2].read_bytes()[:4] == b"\x89PNG"
 
 
@@ -183,7 +199,7 @@ def test_a_search_is_stopped_and_goes_on(
     assert len(record["candidates"]) >= 2
     assert all(c["found"][n]["mean_kl"] > 0 for c in record["candidates"] for n in ("search", "strict", "m8"))
     written = load_recipe(record["files"][0])
-    assert written.calibration == Calibration(tune.METHODS, 2)
+    assert written.calibration == Calibration(tune.METHODS, 2, tune.LENGTH)
     count = len(here)
     again = json.loads(anechain(*flags)[1])
     assert len(here) == count and again["candidates"] == record["candidates"]

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from anechain.bundle.palette import Palettized, nearest, palettize
+from anechain.bundle.palette import Palettized, palettize
 from anechain.bundle.quant import Quantized, quantize, top
 from anechain.bundle.recipe import Scheme
 from anechain.bundle.stored import Compressed, Corrected, corrected, dense
@@ -99,12 +99,16 @@ def _gptq_linear(weight: np.ndarray, moment: np.ndarray, start: Quantized) -> Qu
 
 def _gptq_palette(weight: np.ndarray, moment: np.ndarray, start: Palettized) -> Palettized:
     """The same to the tables of `start`."""
-    groups = len(start.table)
-    tables = start.table.astype(np.float32)
+    groups, entries = start.table.shape
+    tables = start.table.astype(np.float64)
+    # All tables as one ascending line, each in a stretch of its own, so that one search finds every row's place.
+    starts = np.arange(groups) * (2 * np.abs(tables).max() + 1)
+    line = ((tables[:, 1:] + tables[:, :-1]) / 2 + starts[:, None]).ravel()
 
     def places_of(_: int, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        parts = [nearest(part, table) for part, table in zip(np.split(values, groups), start.table, strict=True)]
-        return np.concatenate(parts), np.concatenate([t[p] for t, p in zip(tables, parts, strict=True)])
+        within = np.clip(values.reshape(groups, -1), tables[:, :1], tables[:, -1:])  # [groups, rows]
+        places = np.searchsorted(line, within + starts[:, None]) - np.arange(groups)[:, None] * (entries - 1)
+        return places.ravel(), np.take_along_axis(tables, places, axis=1).ravel().astype(np.float32)
 
     return Palettized(_gptq(weight, moment, places_of, np.uint8), start.table, start.bits)
 

@@ -61,9 +61,31 @@ def measure(task: Task) -> dict[str, Any]:
     return _measure_matrix(task) if task.recipe is None else _measure_recipe(task, task.recipe)
 
 
+class _TablesKept:
+    """A source that keeps its embedding and head, which every measurement reads."""
+
+    def __init__(self, source: Source) -> None:
+        self._source, self._tables = source, dict[str, np.ndarray]()
+        self.spec, self.ref = source.spec, source.ref
+        self.fingerprint, self.text_files = source.fingerprint, source.text_files
+
+    def tensor(self, name: str) -> np.ndarray:
+        if name not in ("embed", "head"):
+            return self._source.tensor(name)
+        if name not in self._tables:
+            self._tables[name] = self._source.tensor(name).view()
+            self._tables[name].flags.writeable = False
+        return self._tables[name]
+
+
 @cache
 def _source(ref: str, lora: str | None) -> Source:
     return open_merged(ref, lora)
+
+
+@cache
+def _with_tables(ref: str, lora: str | None) -> Source:
+    return _TablesKept(_source(ref, lora))
 
 
 @cache
@@ -108,7 +130,7 @@ def _moved(ref: str, lora: str | None, rounded_file: str) -> tuple[dict[str, Sto
 
 
 def _measure_matrix(task: Task) -> dict[str, Any]:
-    source, baseline = _source(task.ref, task.lora), _search(task.ref, task.lora)
+    source, baseline = _with_tables(task.ref, task.lora), _search(task.ref, task.lora)
     exact, entering = _moved(task.ref, task.lora, task.rounded_file)
     swapped = {**exact, task.matrix: Rounded(Path(task.rounded_file)).tensor(task.matrix)}
     oracle = Oracle(RoundedSource(source, source.spec, swapped), keep_bytes=0)
@@ -125,7 +147,7 @@ def _measure_recipe(task: Task, recipe: Recipe) -> dict[str, Any]:
     assert plan.rounded_file is not None
     rounded = Rounded(Path(plan.rounded_file))
     tensors = {name: rounded.tensor(name) for name in rounded.names}
-    oracle = Oracle(RoundedSource(source, plan.spec, tensors))
+    oracle = Oracle(RoundedSource(_with_tables(task.ref, task.lora), plan.spec, tensors))
     found = {}
     baselines = {"search": _search(task.ref, task.lora)}
     baselines |= {profile: exam_baseline(source, profile, task.context) for profile in PROFILES}

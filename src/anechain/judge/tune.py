@@ -2,8 +2,8 @@
 
 1. One pass over a third of the calibration text rounds every matrix to int8, one scale per output channel.
 2. For every matrix: the KL divergence on the logits when it alone is rounded (judge/search.py), and by how much a
-   correction of rank 8, 16 or 32 would lessen what it costs.
-3. Upgrades (a correction, or fp16) in the order of what they save per byte make a ladder of recipes.
+   table for every 16 rows, or a correction of rank 8, 16 or 32, or both would lessen what it costs.
+3. Upgrades (to one of these, or fp16) in the order of what they save per byte make a ladder of recipes.
 4. The rungs are rounded as wholes and judged, by bisection, on the search's texts; what passes there sits the exam,
    the gate's `strict` and `m8`, whose prompts decide nothing but pass or fail.
 """
@@ -24,11 +24,11 @@ import numpy as np
 from anechain.bake.jobs import tools
 from anechain.bake.source import Source
 from anechain.bundle.footprint import footprint
-from anechain.bundle.gptq import conditional_power, without_leading
+from anechain.bundle.gptq import conditional_power, loss, round_matrix, without_leading
 from anechain.bundle.recipe import Calibration, Recipe, Rule, Scheme, parse_scheme
 from anechain.bundle.rounded import Rounded, save_rounded
 from anechain.bundle.spec import ModelSpec, matrices_of
-from anechain.bundle.stored import Stored, storage_bytes
+from anechain.bundle.stored import Stored, dense, storage_bytes
 from anechain.judge.calibration import calibration_text
 from anechain.judge.prepare import cache_folder, kept_text
 from anechain.judge.rounding import round_model
@@ -37,11 +37,13 @@ from anechain.judge.search import EXACT, SOME, Task, measure
 Progress = Callable[[int, int, str], None]
 
 INT8, LEVEL, FP16 = Scheme(8), Scheme(8, rank=1), Scheme(16)
+PALETTE = parse_scheme("palette8-group16")
 RANKS = (8, 16, 32)
 METHODS = ("scales", "gptq", "drift", "level", "weigh")
 LENGTH = 128  # tokens of each of the model's own texts: many short ones teach more than few long ones
 EIGHT_BITS = 0.9  # of the block weights, at least
-RUNGS = (0.0, 0.014, 0.024, 0.034, 0.044, 0.065)  # bytes beyond plain int8, of the fp16 bytes
+RUNGS = (0.0, 0.015, 0.03, 0.042, 0.065)  # bytes beyond plain int8, of the fp16 bytes
+FIRST = 3  # of the rungs is judged at first, with those just below it: where small models have come to pass
 
 
 @dataclass(frozen=True)
@@ -104,32 +106,37 @@ def tune(
                 size = footprint(source.spec, ladder[i])
                 judged[i] = Candidate(ladder[i], size.bytes, size.share, size.eight_bit_share, found[task.name])
 
-        bisect(len(ladder), workers, judge, lambda i: judged[i].passes)
+        bisect(len(ladder), workers, judge, lambda i: judged[i].passes, FIRST)
     candidates = tuple(judged[i] for i in sorted(judged))
     best = min((c for c in candidates if c.passes), key=lambda c: c.bytes, default=None)
     return Tuned(best, candidates, sensitivity, verdict(best, candidates, sensitivity))
 
 
-def bisect(count: int, at_once: int, judge: Callable[[Sequence[int]], None], passes: Callable[[int], bool]) -> None:
+def bisect(
+    count: int, at_once: int, judge: Callable[[Sequence[int]], None], passes: Callable[[int], bool], first: int
+) -> None:
     """Judges places of a ladder, `at_once` at a time, until the lowest that passes stands beside one that fails.
 
-    More bytes are taken to be better; the lowest that passes is right when they are not, and may not be the lowest.
+    It begins at `first` and those just below. More bytes are taken to be better; the lowest that passes is right when
+    they are not, and may not be the lowest.
     """
     low, high = -1, count  # fails, passes (as far as is known)
-    while high - low > 1:
-        points = np.linspace(low, high, min(at_once, high - low - 1) + 2)[1:-1]
-        places = sorted({min(max(round(float(p)), low + 1), high - 1) for p in points})
+    top = min(first, count - 1)
+    places = list(range(max(top - at_once + 1, 0), top + 1))
+    while places:
         judge(places)
         passing = [i for i in places if passes(i)]
         if passing:
             high = passing[0]
         low = max([low, *(i for i in places if i < high)])
+        points = np.linspace(low, high, min(at_once, high - low - 1) + 2)[1:-1]
+        places = sorted({min(max(round(float(p)), low + 1), high - 1) for p in points})
 
 
 def make_ladder(
-    spec: ModelSpec, plain: Recipe, sensitivity: Mapping[str, float], left: Mapping[str, Sequence[float]]
+    spec: ModelSpec, plain: Recipe, sensitivity: Mapping[str, float], left: Mapping[str, Mapping[str, float]]
 ) -> list[Recipe]:
-    """Recipes of more and more bytes. `left[matrix]` is what share of its cost a correction of each of RANKS leaves.
+    """Recipes of more and more bytes. `left[matrix]` is what share of its cost as int8 each other scheme leaves.
 
     Upgrades of a matrix are taken in the order of KL saved per byte, those of one matrix one after another.
     """
@@ -138,15 +145,17 @@ def make_ladder(
     for name, kl in sensitivity.items():
         begin = plain.scheme_for(name, shapes[name][0] * shapes[name][1])
         now = (storage_bytes(shapes[name], begin), kl)
-        options = [(replace(INT8, rank=r), kl * share) for r, share in zip(RANKS, left[name], strict=True)]
-        options = [o for o in options if o[0].rank < min(shapes[name]) // 2] + [(FP16, 0.0)]
-        while options:  # along the lower hull of bytes and KL
+        options = [(parse_scheme(scheme), kl * share) for scheme, share in left[name].items()]
+        # What has a channel for the level of the logits keeps one.
+        options = [(replace(s, rank=max(s.rank, begin.rank)), k) for s, k in options] + [(FP16, 0.0)]
+        while options := [(s, k) for s, k in options if storage_bytes(shapes[name], s) > now[0] and k < now[1]]:
+            # along the lower hull of bytes and KL
             rates = [(now[1] - k) / (storage_bytes(shapes[name], s) - now[0]) for s, k in options]
             pick = int(np.argmax(rates))
             scheme, kl_then = options[pick]
             size = storage_bytes(shapes[name], scheme)
             upgrades.append((rates[pick], name, scheme, size - now[0]))
-            now, options = (size, kl_then), options[pick + 1 :]
+            now = (size, kl_then)
     upgrades.sort(key=lambda u: (-u[0], u[1]))
     whole = footprint(spec, plain)
     chosen: dict[str, Scheme] = {}
@@ -279,21 +288,31 @@ def _pool(workers: int) -> Iterator[Executor]:
 
 
 class _Seen:
-    """Every matrix as it was moved, not rounded, and what share of its cost a correction of each of RANKS leaves."""
+    """Every matrix as it was moved, not rounded, and what share of its cost as int8 every other scheme leaves."""
 
     def __init__(self) -> None:
         self.exact: dict[str, Stored] = {}
-        self.left: dict[str, list[float]] = {}
+        self.left: dict[str, dict[str, float]] = {}
         self._moment: np.ndarray | None = None
-        self._shares: list[float] = []
+        self._shares: dict[int, float] = {}  # what a correction of a rank leaves
 
     def matrix(self, name: str, weight: np.ndarray, moment: np.ndarray) -> None:
         self.exact[EXACT + name] = weight.astype(np.float16)
         if self._moment is not moment:  # matrices that read the same have the same
             cost, self._moment = conditional_power(moment).sum(), moment
-            ranks = [min(rank, len(moment) - 1) for rank in RANKS]
-            self._shares = [float(conditional_power(without_leading(moment, r)).sum() / cost) for r in ranks]
-        self.left[name] = self._shares
+            ranks = [rank for rank in RANKS if rank < len(moment) // 2]
+            rests = [conditional_power(without_leading(moment, rank)).sum() for rank in ranks]
+            self._shares = {rank: float(rest / cost) for rank, rest in zip(ranks, rests, strict=True)}
+        shares = {rank: share for rank, share in self._shares.items() if rank < len(weight) // 2}
+        self.left[name] = {str(replace(INT8, rank=rank)): share for rank, share in shares.items()}
+        if len(weight) % PALETTE.block == 0:
+            costs = [
+                float(loss(dense(round_matrix(weight, moment, scheme, ("gptq",))) - weight, moment).sum())
+                for scheme in (INT8, PALETTE)
+            ]
+            palette = costs[1] / max(costs[0], 1e-30)
+            left = {str(replace(PALETTE, rank=rank)): palette * share for rank, share in shares.items()}
+            self.left[name] |= {str(PALETTE): palette, **left}
 
     def rows(self, name: str, factors: np.ndarray) -> None:
         exact = self.exact[EXACT + name]

@@ -58,11 +58,11 @@ def table(tuned: Tuned) -> str:
     """All candidates as Markdown."""
     heads = ["recipe", "MB", "of fp16", "at 8 bits"]
     heads += [f"{name} {key.replace('_', ' ')}" for name in ("search", "strict", "m8") for key in _FIGURES]
-    rows = [[*heads, "passes"], ["---"] * (len(heads) + 1)]
+    rows = [[*heads, "m8 outright", "passes"], ["---"] * (len(heads) + 2)]
     for c in tuned.candidates:
         row = [c.recipe.name, f"{c.bytes / 1e6:.1f}", f"{c.share:.3f}", f"{c.eight_bit_share:.1%}"]
         row += [f"{c.found[name][key]:.5g}" for name in ("search", "strict", "m8") for key in _FIGURES]
-        rows.append([*row, "yes" if c.passes else "no"])
+        rows.append([*row, *("yes" if good else "no" for good in (c.found["m8"]["verdict"] == "pass", c.passes))])
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
