@@ -116,9 +116,11 @@ def test_what_writes_to_the_stream_makes_up_for_what_the_stream_has_lost() -> No
     assert left < 0.61 * lost  # 0.58 here; 0.65 where each matrix makes up for its own results alone
 
 
-@pytest.mark.parametrize("weighed", [True, False])
-def test_statistics_are_those_of_the_rounded_chain(weighed: bool) -> None:
-    source, seen = tiny_source("qwen3"), {}
+@pytest.mark.parametrize(
+    ("family", "weighed"), [("qwen3", False), ("qwen3", True), ("mistral", True), ("gemma3", True), ("qwen2", True)]
+)
+def test_statistics_are_those_of_the_rounded_chain(family: str, weighed: bool) -> None:
+    source, seen = tiny_source(family), {}
     methods = ("gptq", "weigh") if weighed else ("gptq",)
     calibration = tokens(source, 5, 30)
 
@@ -145,31 +147,40 @@ def test_statistics_are_those_of_the_rounded_chain(weighed: bool) -> None:
             case "" | "q" | "k":
                 power = x.T @ x
             case "v":
-                after, _ = streams(source, calibration, layer)
+                costs, _ = costs_after(source, calibration, layer)
                 mixed = shares(source, calibration, layer) @ x  # [heads, N, I]
-                power = np.einsum("hni,n,hnj->ij", mixed, 1 / (after**2).mean(axis=1), mixed)
+                power = np.einsum("hni,n,hnj->ij", mixed, costs, mixed)
             case _:
-                after_o, after_down = streams(source, calibration, layer)
-                after = after_o if part == "o" else after_down
-                power = x.T @ (x / (after**2).mean(axis=1)[:, None])
+                after_o, after_down = costs_after(source, calibration, layer)
+                power = x.T @ (x * (after_o if part == "o" else after_down)[:, None])
         mine = seen[name] / np.trace(seen[name])
         np.testing.assert_allclose(mine, power / np.trace(power), rtol=1e-3, atol=1e-4 * np.abs(mine).max())
 
 
-def streams(source: TensorSource, sequences: list[np.ndarray], layer: int) -> tuple[np.ndarray, np.ndarray]:
-    """The original's residual stream after the attention of `layer` and after its feed-forward, [N, H] each."""
-    oracle = Oracle(source)
-    entering: list[np.ndarray] = []
-    oracle.forward(sequences, record=lambda _, rows: entering.append(np.concatenate(rows)))
-    halves: list[np.ndarray] = []
+def costs_after(source: TensorSource, sequences: list[np.ndarray], layer: int) -> tuple[np.ndarray, np.ndarray]:
+    """One over the mean square of the original's stream after the attention of `layer`, and after its feed-forward, [N]
+    each; with a norm between, one over that of what the norm is given, too.
+    """
+    streams: list[np.ndarray] = []
+    said: dict[str, np.ndarray] = {}
 
-    class Halfway(Oracle):
+    class Hearing(Oracle):
         def _ffn(self, at: int, x: np.ndarray) -> np.ndarray:
-            halves.append(x)
+            streams.append(x)
             return super()._ffn(at, x)
 
-    Halfway(source).forward(sequences)
-    return halves[layer], entering[layer + 1]
+        def _linear(self, at: int, name: str, x: np.ndarray) -> np.ndarray:
+            y = super()._linear(at, name, x)
+            if at == layer:
+                said[name] = y
+            return y
+
+    entering: list[np.ndarray] = []
+    Hearing(source).forward(sequences, record=lambda _, rows: entering.append(np.concatenate(rows)))
+    costs = [1 / (after**2).mean(axis=1) for after in (streams[layer], entering[layer + 1])]
+    if source.spec.sandwich_norms:
+        costs = [cost / (said[part] ** 2).mean(axis=1) for cost, part in zip(costs, ("o", "down"), strict=True)]
+    return costs[0], costs[1]
 
 
 def shares(source: TensorSource, sequences: list[np.ndarray], layer: int) -> np.ndarray:
@@ -189,6 +200,8 @@ def shares(source: TensorSource, sequences: list[np.ndarray], layer: int) -> np.
         k = np.repeat(k, spec.n_heads // spec.n_kv_heads, axis=1)
         scores = np.einsum("nhd,mhd->hnm", q, k) * spec.attention_scale
         scores += np.triu(np.full((len(h), len(h)), -np.inf), 1)
+        if (window := spec.attentions[spec.layer_attention[layer]].window) is not None:
+            scores += np.tril(np.full((len(h), len(h)), -np.inf), -window)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         found.append(weights / weights.sum(axis=-1, keepdims=True))
     total = sum(map(len, sequences))

@@ -199,10 +199,21 @@ def test_a_search_is_stopped_and_goes_on(
     assert len(record["candidates"]) >= 2
     assert all(c["found"][n]["mean_kl"] > 0 for c in record["candidates"] for n in ("search", "strict", "m8"))
     written = load_recipe(record["files"][0])
-    assert written.calibration == Calibration(tune.METHODS, 2, tune.LENGTH)
+    assert written.calibration == Calibration(tune.METHODS, 2, tune.TEXT_LENGTH)
     count = len(here)
     again = json.loads(anechain(*flags)[1])
     assert len(here) == count and again["candidates"] == record["candidates"]
+    schemes = {str(r.scheme) for c in record["candidates"] for r in parsed(c["recipe"]).rules}
+    assert any("palette8-group16" in scheme for scheme in schemes)
+    record = json.loads(anechain(*flags, "--linear")[1])
+    schemes = {str(r.scheme) for c in record["candidates"] for r in parsed(c["recipe"]).rules}
+    assert schemes and not any("palette" in scheme for scheme in schemes)
+    assert {name for name in here[count:] if name.startswith("layers.")} == set(), "nothing alone is measured again"
+
+
+def parsed(recipe: dict[str, Any]) -> Recipe:
+    rules = tuple(Rule(rule["match"], parse_scheme(rule["scheme"])) for rule in recipe["rules"])
+    return Recipe(recipe["name"], recipe["compute"], rules)
 
 
 def test_one_matrix_alone_costs_less_than_all_and_nothing_costs_nothing(tiny: Path, here: list[str]) -> None:

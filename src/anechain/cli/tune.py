@@ -12,7 +12,7 @@ from anechain.bake.lora import open_merged
 from anechain.bundle.recipe import Calibration
 from anechain.cli.console import err, out, print_json, progress
 from anechain.errors import RequestError
-from anechain.judge.tune import LENGTH, METHODS
+from anechain.judge.tune import METHODS, TEXT_LENGTH
 from anechain.judge.tune import tune as search
 from anechain.judge.tune_report import table, write_report
 
@@ -21,6 +21,7 @@ def tune(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="a Hugging Face directory or hub id, a .gguf, `demo`")],
     output: Annotated[Path, typer.Option("-o", "--output", help="the recipe to write, a .toml file")],
     ane: Annotated[bool, typer.Option("--ane", help="only forms that `lint` takes without an E finding")] = False,
+    linear: Annotated[bool, typer.Option("--linear", help="scales only, no palettes")] = False,
     lora: Annotated[str, typer.Option(metavar="DIR", help="a PEFT LoRA adapter to merge into the model")] = "",
     context: Annotated[int, typer.Option(help="positions of the key/value cache that the exam fills")] = 1024,
     seed: Annotated[int, typer.Option(help="of the model's own words in the calibration text")] = 0,
@@ -44,9 +45,9 @@ def tune(
     source = open_merged(model, lora or None)
     if source.spec.max_context < context:
         raise RequestError(f"--context {context} is more than the {source.spec.max_context} positions it knows.")
-    calibration = Calibration(METHODS, sequences, LENGTH, seed)
+    calibration = Calibration(METHODS, sequences, TEXT_LENGTH, seed)
     with progress("tune") as report:
-        tuned = search(source, lora or None, calibration, context, jobs, ane, report)
+        tuned = search(source, lora or None, calibration, context, jobs, ane, linear, report)
     files = write_report(tuned, output, model)
     record: dict[str, Any] = {
         "found": tuned.best is not None,

@@ -22,7 +22,7 @@ from anechain.judge.baseline import STEPS, Baseline, Profile, PromptIds, build_b
 from anechain.judge.boundaries import boundary_scales, calibration_ids, kept_peaks, layer_peaks
 from anechain.judge.calibration import BEGINNINGS, QUESTIONS, CalibrationSet, calibration_set, calibration_text
 from anechain.judge.oracle import Oracle
-from anechain.judge.rounding import round_model
+from anechain.judge.rounding import ALGORITHM, round_model
 from anechain.judge.stream import kept_peak, probes, stream_peak, stream_scale
 from anechain.run.chat import ChatTemplate
 from anechain.run.tokenizer import Tokenizer
@@ -95,7 +95,7 @@ def with_rounding(plan: Plan, source: Source, progress: Progress | None = None) 
     decided = {
         "fingerprint": source.fingerprint, "text": plan.text_sha256, "recipe": plan.recipe.to_json()["rules"],
         "calibration": asdict(calibration), "calibration_text": calibration_text(), "tools": tools(),
-        "stream_scale": plan.spec.stream_scale,
+        "stream_scale": plan.spec.stream_scale, "algorithm": ALGORITHM,
     }  # fmt: skip
     key = hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()
     path = cache_folder("rounded") / f"{key[:32]}.npz"

@@ -23,6 +23,7 @@ from anechain.judge.oracle import attend, gelu_tanh, rms_norm, rotate, rotation,
 
 Progress = Callable[[int, int], None]
 
+ALGORITHM = 2  # counts changes of what the same recipe and text give: with another number, what is kept is not used
 _MIN_SCALE, _MAX_SCALE = 2.0**-14, 500.0  # what a moved scale has to stay within
 
 
@@ -278,8 +279,8 @@ class _Walk:
     ) -> np.ndarray:
         """Rounds a matrix that reads `given` [N, I] and writes to the stream; the original's wrote `result` [N, H].
 
-        Returns by what [I] its inputs are divided from now on. What makes them was rounded before its rows were
-        divided, so for them nothing has changed but, where it is stored in fp16, the last bit.
+        Returns by what [I] its inputs are divided from now on. They are not computed anew: what makes them has only had
+        its rows divided, which changes nothing else but the last bit of fp16 (of a scale, where a row has several).
         """
         name, bias = f"layers.{layer}.{part}", f"{part}_bias"
         weight = self.original(layer, part)

@@ -181,7 +181,9 @@ def _gate(results: Sequence[Result], limits: Mapping[str, Any]) -> Part:
 def _gate_word(result: Result) -> str:
     if result.passed:
         return "PASS"
-    return f"accepted with {len(result.near_ties)} near-ties" if result.accepted else "FAIL"
+    lowest = min(s.cosine for s in result.steps)
+    words = f"accepted with {len(result.near_ties)} near-ties and a plain cosine of {lowest:.4f}"
+    return words if result.accepted else "FAIL"
 
 
 def _traces(record: Mapping[str, Any] | None, limits: Mapping[str, Any]) -> Part:

@@ -24,15 +24,16 @@ import numpy as np
 from anechain.bake.jobs import tools
 from anechain.bake.source import Source
 from anechain.bundle.footprint import footprint
-from anechain.bundle.gptq import conditional_power, loss, round_matrix, without_leading
+from anechain.bundle.gptq import conditional_power, without_leading
 from anechain.bundle.recipe import Calibration, Recipe, Rule, Scheme, parse_scheme
 from anechain.bundle.rounded import Rounded, save_rounded
 from anechain.bundle.spec import ModelSpec, matrices_of
-from anechain.bundle.stored import Stored, dense, storage_bytes
-from anechain.judge.calibration import calibration_text
+from anechain.bundle.stored import Stored, compress, dense, storage_bytes
+from anechain.judge.calibration import BEGINNINGS, QUESTIONS, calibration_text
+from anechain.judge.gate import MAX_MEAN_KL, MIN_COSINE, NEAR_TIE_LOGITS, NEAR_TIE_SHARE, NEAR_TIE_ULP
 from anechain.judge.prepare import cache_folder, kept_text
-from anechain.judge.rounding import round_model
-from anechain.judge.search import EXACT, SOME, Task, measure
+from anechain.judge.rounding import ALGORITHM, round_model
+from anechain.judge.search import EXACT, LENGTH, SEED, SOME, STEPS, Task, measure
 
 Progress = Callable[[int, int, str], None]
 
@@ -40,7 +41,7 @@ INT8, LEVEL, FP16 = Scheme(8), Scheme(8, rank=1), Scheme(16)
 PALETTE = parse_scheme("palette8-group16")
 RANKS = (8, 16, 32)
 METHODS = ("scales", "gptq", "drift", "level", "weigh")
-LENGTH = 128  # tokens of each of the model's own texts: many short ones teach more than few long ones
+TEXT_LENGTH = 128  # tokens of each of the model's own texts: many short ones teach more than few long ones
 EIGHT_BITS = 0.9  # of the block weights, at least
 RUNGS = (0.0, 0.015, 0.03, 0.042, 0.065)  # bytes beyond plain int8, of the fp16 bytes
 FIRST = 3  # of the rungs is judged at first, with those just below it: where small models have come to pass
@@ -78,11 +79,12 @@ def tune(
     context: int,
     workers: int,
     ane: bool,
+    linear: bool,
     progress: Progress | None = None,
 ) -> Tuned:
     """Searches; whatever was measured before, in this process or another one that was stopped, is not measured again.
 
-    With `ane` only forms that lint has no E finding for; without, also one scale per 32 inputs.
+    With `ane` only forms that lint has no E finding for; without, also one scale per 32 inputs; `linear`: no palettes.
     """
     report = progress or (lambda done, total, what: None)
     kept = _Kept(source, calibration, context)
@@ -93,7 +95,10 @@ def tune(
         tasks = [Task(source.ref, lora, context, name, str(moved)) for name in blocks]
         each = _all(pool, kept, tasks, report)
         sensitivity = {name: each[name]["mean_kl"] for name in blocks}
-        ladder = make_ladder(source.spec, plain, sensitivity, Rounded(moved).about["left"])
+        left = Rounded(moved).about["left"]
+        if linear:
+            left = {n: {s: share for s, share in mine.items() if "palette" not in s} for n, mine in left.items()}
+        ladder = make_ladder(source.spec, plain, sensitivity, left)
         if not ane and all(inputs % 32 == 0 for _, inputs in (matrices_of(source.spec)[n] for n in blocks)):
             ladder.append(replace(plain, name="tuned-block32", rules=(Rule("layers.*", parse_scheme("int8-block32")),)))
             ladder.sort(key=lambda recipe: footprint(source.spec, recipe).bytes)
@@ -144,7 +149,7 @@ def make_ladder(
     upgrades: list[tuple[float, str, Scheme, int]] = []
     for name, kl in sensitivity.items():
         begin = plain.scheme_for(name, shapes[name][0] * shapes[name][1])
-        now = (storage_bytes(shapes[name], begin), kl)
+        now, rate = (storage_bytes(shapes[name], begin), kl), np.inf
         options = [(parse_scheme(scheme), kl * share) for scheme, share in left[name].items()]
         # What has a channel for the level of the logits keeps one.
         options = [(replace(s, rank=max(s.rank, begin.rank)), k) for s, k in options] + [(FP16, 0.0)]
@@ -154,20 +159,23 @@ def make_ladder(
             pick = int(np.argmax(rates))
             scheme, kl_then = options[pick]
             size = storage_bytes(shapes[name], scheme)
-            upgrades.append((rates[pick], name, scheme, size - now[0]))
+            rate = min(rates[pick], rate)  # a hull falls; rounding must not say otherwise
+            upgrades.append((rate, name, scheme, size - now[0]))
             now = (size, kl_then)
-    upgrades.sort(key=lambda u: (-u[0], u[1]))
+    upgrades.sort(key=lambda u: -u[0])  # stable: those of one matrix stay in their order
     whole = footprint(spec, plain)
     chosen: dict[str, Scheme] = {}
+    full: set[str] = set()  # matrices whose next upgrade would leave too few weights at 8 bits
     spent, ladder, following = 0, [], iter(upgrades)
     upgrade = next(following, None)
     for number, rung in enumerate(RUNGS):
         while upgrade is not None and spent + upgrade[3] <= rung * whole.fp16_bytes:
-            trial = {**chosen, upgrade[1]: upgrade[2]}
-            if footprint(spec, _recipe(plain, number, trial)).eight_bit_share < EIGHT_BITS:
-                upgrade = None
-                break
-            chosen, spent = trial, spent + upgrade[3]
+            _, name, scheme, size = upgrade
+            trial = {**chosen, name: scheme}
+            if name not in full and footprint(spec, _recipe(plain, number, trial)).eight_bit_share >= EIGHT_BITS:
+                chosen, spent = trial, spent + size
+            else:
+                full.add(name)
             upgrade = next(following, None)
         recipe = _recipe(plain, number, chosen)
         if not ladder or recipe.rules != ladder[-1].rules:
@@ -220,8 +228,10 @@ class _Kept:
     """Measurements by name, in a file of the cache that belongs to this model, text and version."""
 
     def __init__(self, source: Source, calibration: Calibration, context: int) -> None:
+        gate = [MIN_COSINE, MAX_MEAN_KL, NEAR_TIE_LOGITS, NEAR_TIE_SHARE, NEAR_TIE_ULP]
         decided = [
-            source.fingerprint, asdict(calibration), calibration_text(), tools(), context, METHODS, RANKS,
+            source.fingerprint, asdict(calibration), calibration_text(), tools(), ALGORITHM, context, gate,
+            RANKS, str(PALETTE), SOME, SEED, LENGTH, STEPS, BEGINNINGS, QUESTIONS,
             sorted((name, hashlib.sha256(text).hexdigest()) for name, text in source.text_files.items()),
         ]  # fmt: skip
         self.key = hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:32]
@@ -294,23 +304,22 @@ class _Seen:
         self.exact: dict[str, Stored] = {}
         self.left: dict[str, dict[str, float]] = {}
         self._moment: np.ndarray | None = None
+        self._power = np.zeros(0)
         self._shares: dict[int, float] = {}  # what a correction of a rank leaves
 
     def matrix(self, name: str, weight: np.ndarray, moment: np.ndarray) -> None:
         self.exact[EXACT + name] = weight.astype(np.float16)
         if self._moment is not moment:  # matrices that read the same have the same
-            cost, self._moment = conditional_power(moment).sum(), moment
+            self._power, self._moment = conditional_power(moment), moment
             ranks = [rank for rank in RANKS if rank < len(moment) // 2]
             rests = [conditional_power(without_leading(moment, rank)).sum() for rank in ranks]
-            self._shares = {rank: float(rest / cost) for rank, rest in zip(ranks, rests, strict=True)}
+            self._shares = {rank: float(rest / self._power.sum()) for rank, rest in zip(ranks, rests, strict=True)}
         shares = {rank: share for rank, share in self._shares.items() if rank < len(weight) // 2}
         self.left[name] = {str(replace(INT8, rank=rank)): share for rank, share in shares.items()}
         if len(weight) % PALETTE.block == 0:
-            costs = [
-                float(loss(dense(round_matrix(weight, moment, scheme, ("gptq",))) - weight, moment).sum())
-                for scheme in (INT8, PALETTE)
-            ]
-            palette = costs[1] / max(costs[0], 1e-30)
+            # Under GPTQ an error in a column costs what the later columns leave of its power.
+            costs = [(dense(compress(weight, s)) - weight) ** 2 @ self._power for s in (PALETTE, INT8)]  # [O] each
+            palette = float(costs[0].sum() / max(costs[1].sum(), 1e-30))
             left = {str(replace(PALETTE, rank=rank)): palette * share for rank, share in shares.items()}
             self.left[name] |= {str(PALETTE): palette, **left}
 
