@@ -44,7 +44,7 @@ METHODS = ("scales", "gptq", "drift", "level", "weigh")
 TEXT_LENGTH = 128  # tokens of each of the model's own texts: many short ones teach more than few long ones
 EIGHT_BITS = 0.9  # of the block weights, at least
 RUNGS = (0.0, 0.015, 0.03, 0.042, 0.065)  # bytes beyond plain int8, of the fp16 bytes
-FIRST = 3  # of the rungs is judged at first, with those just below it: where small models have come to pass
+FIRST = 2  # of the rungs is judged at first, with those just below it: where a small model has come to pass
 
 
 @dataclass(frozen=True)
