@@ -56,6 +56,16 @@ def test_gptq_is_optimal_brain_quantisation(text: str, columns: int, monkeypatch
     assert cost(dense(ours)) < 0.5 * cost(dense(nearest))
 
 
+def test_gptq_on_palettes_takes_the_nearest_entry_of_the_groups_own_table() -> None:
+    """Inputs that know nothing of each other: GPTQ is rounding to nearest, table by table."""
+    alone = np.diag(np.exp(RNG.uniform(-1, 1, INPUTS)))
+    for weight in (WEIGHT, WEIGHT * np.repeat([1e-3, 1, 50, 1, 7], 8)[:, None].astype(np.float32)):
+        start = compress(weight, parse_scheme("palette8-group8"))
+        ours = round_matrix(weight, alone, parse_scheme("palette8-group8"), ("gptq",))
+        assert isinstance(ours, Palettized) and isinstance(start, Palettized)
+        np.testing.assert_array_equal(dense(ours), dense(start))
+
+
 def test_gptq_on_a_palette() -> None:
     scheme = parse_scheme("palette4-group8")
     nearest, ours = compress(WEIGHT, scheme), round_matrix(WEIGHT, MOMENT, scheme, ("gptq",))

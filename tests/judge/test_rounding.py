@@ -14,7 +14,7 @@ from anechain.bundle.recipe import Calibration, Recipe, Rule, parse_recipe, pars
 from anechain.bundle.rounded import Rounded, save_rounded
 from anechain.bundle.stored import Corrected, Stored, compress, dense
 from anechain.errors import BundleError, RecipeError
-from anechain.judge import rounding
+from anechain.judge import prepare, rounding
 from anechain.judge.calibration import BEGINNINGS, QUESTIONS, calibration_set, calibration_text
 from anechain.judge.oracle import Oracle, rotate, rotation
 from anechain.judge.prepare import with_rounding
@@ -341,6 +341,16 @@ def test_weights_that_were_rounded_for_another_recipe(planned: tuple[TensorSourc
     other = replace(plan.recipe, rules=(Rule("layers.*", parse_scheme("int4")), Rule("head", parse_scheme("int8"))))
     with pytest.raises(RecipeError, match=r"layers\.0\.q was rounded beforehand as fp16 \[\d+, 64\]; layers\.0\.k was"):
         bake_here(source, replace(rounded, recipe=other), tmp_path / "other")
+
+
+def test_weights_that_another_algorithm_rounded_are_not_used(
+    planned: tuple[TensorSource, Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, plan = planned
+    kept = with_rounding(plan, source).rounded_file
+    assert with_rounding(plan, source).rounded_file == kept
+    monkeypatch.setattr(prepare, "ALGORITHM", prepare.ALGORITHM + 1)
+    assert with_rounding(plan, source).rounded_file != kept
 
 
 def test_footprint_counts_what_the_model_stores() -> None:
