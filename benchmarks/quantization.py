@@ -35,8 +35,10 @@ ROWS = {
     + [("head int8", ""), ("embed int8", "")],
     "methods": [("blocks int8", m) for m in ("clip", "gptq", "scales+gptq", "gptq+drift", "gptq+weigh", ALL)]
     + [("blocks int8+rank16", m) for m in ("gptq", ALL, f"{ALL}+level")],
-    "others": [("head int8", "gptq"), ("head int8", "scales+gptq"), ("blocks palette8", "gptq")]
-    + [("blocks int8-block32", ALL), ("blocks int4-block32", ALL)],
+    "others": [
+        *(("head int8", m) for m in ("gptq", "scales+gptq")),
+        ("blocks palette8", "gptq"), ("blocks int8-block32", ALL), ("blocks int4-block32", ALL),
+    ],
 }  # fmt: skip
 
 
