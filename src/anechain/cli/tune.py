@@ -25,7 +25,9 @@ def tune(
     lora: Annotated[str, typer.Option(metavar="DIR", help="a PEFT LoRA adapter to merge into the model")] = "",
     context: Annotated[int, typer.Option(help="positions of the key/value cache that the exam fills")] = 1024,
     seed: Annotated[int, typer.Option(help="of the model's own words in the calibration text")] = 0,
-    sequences: Annotated[int, typer.Option(help="how many texts of its own the model adds, of 128 tokens each")] = 160,
+    sequences: Annotated[
+        int, typer.Option(help=f"how many texts of its own, of {TEXT_LENGTH} tokens, the model adds")
+    ] = 160,
     jobs: Annotated[int, typer.Option(help="processes at once")] = min(4, os.cpu_count() or 1),
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> int:

@@ -7,12 +7,10 @@ import numpy as np
 
 from anechain.bundle.gptq import Halves
 
-Weigh = Callable[
-    [slice, np.ndarray], np.ndarray
-]  # positions of a sequence, what is mixed there -> what errors cost there
-Cost = (
-    np.ndarray | list[np.ndarray] | None
-)  # of the square of an error: by position [N], by pairs (see below), or alike
+# Positions of a sequence, what is mixed there -> what errors cost there.
+Weigh = Callable[[slice, np.ndarray], np.ndarray]
+# What the square of an error costs: by position [N], by pairs of positions (`attention_pairs`), or everywhere the same.
+Cost = np.ndarray | list[np.ndarray] | None
 
 
 @dataclass(frozen=True)

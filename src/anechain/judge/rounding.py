@@ -7,6 +7,7 @@ bundle/balance.py; what this makes is data for a bake (bundle/rounded.py).
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -93,7 +94,7 @@ class _Walk:
         self.source, self.spec, self.recipe, self.look = source, spec, recipe, look
         self.methods = recipe.calibration.methods
         self.tensors: dict[str, Stored] = {}
-        self._originals: dict[str, np.ndarray] = {}
+        self._kept = lru_cache(len(layer_tensors(spec)))(source.tensor)  # as many as a layer has
         ends = np.cumsum([len(ids) for ids in tokens]).tolist()
         self.spans = [slice(end - len(ids), end) for end, ids in zip(ends, tokens, strict=True)]
         positions = np.concatenate([np.arange(len(ids)) for ids in tokens])
@@ -120,12 +121,7 @@ class _Walk:
     # Tensors of a layer, as the original has them and as they are rounded
 
     def original(self, layer: int, part: str) -> np.ndarray:
-        name = f"layers.{layer}.{part}"
-        if name not in self._originals:
-            if not any(kept.startswith(f"layers.{layer}.") for kept in self._originals):
-                self._originals = {}  # only those of one layer are kept
-            self._originals[name] = self.source.tensor(name)
-        return self._originals[name]
+        return self._kept(f"layers.{layer}.{part}")
 
     def rounded(self, layer: int, part: str) -> np.ndarray:
         """What the chain computes with, without the stream's scale."""
