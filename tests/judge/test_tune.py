@@ -211,6 +211,83 @@ def test_a_search_is_stopped_and_goes_on(
     assert {name for name in here[count:] if name.startswith("layers.")} == set(), "nothing alone is measured again"
 
 
+SMALL = ("--context", "256", "--sequences", "2")
+
+
+@pytest.fixture
+def judging(here: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[str]], list[Task]]:
+    """Float32 judging that takes every recipe. The reference engine refuses the tasks that are named, is content with
+    others of these recipes, and is really asked about the rest.
+    """
+
+    def judging(refused: Sequence[str]) -> list[Task]:
+        asked: list[Task] = []
+
+        def measured(task: Task) -> dict[str, Any]:
+            if task.bundle:
+                asked.append(task)
+            if task.bundle and any(name.startswith(task.name.split()[0]) for name in refused):
+                result: dict[str, Any] = {
+                    name: found(1e-4, True) | {"engine": "reference"} for name in ("strict", "m8")
+                }
+            else:
+                result = measure(task)
+            if task.recipe is not None:
+                for figures in result.values():
+                    figures["accepted"] = task.name not in refused
+                    figures["reasons"] = ["planted"] if task.name in refused else []
+            return result
+
+        monkeypatch.setattr(tune, "measure", measured)
+        monkeypatch.setenv("ANECHAIN_CACHE", str(tmp_path / "cache"))
+        return asked
+
+    return judging
+
+
+def test_the_reference_engine_has_the_last_word(
+    tiny: Path, judging: Callable[..., list[Task]], tmp_path: Path, anechain: Callable[..., Outcome]  # noqa: F811
+) -> None:  # fmt: skip
+    asked = judging(["tuned-0 on reference", "tuned-1 on reference under stress"])
+    flags = ("tune", tiny, "-o", tmp_path / "mine.toml", "--ane", *SMALL, "--jobs", "3", "--json")
+    code, out, _ = anechain(*flags)
+    record = json.loads(out)
+    assert code == 0 and record["recipe"]["name"] == "tuned-2", "the lower ones are good in float32 alone"
+    assert [(t.recipe.name, t.stress) for t in asked if t.recipe] == [
+        ("tuned-0", False),
+        ("tuned-0", True),
+        ("tuned-1", False),
+        ("tuned-1", True),
+        ("tuned-2", False),
+        ("tuned-2", True),
+    ]
+    assert not list(Path(asked[0].bundle).parent.parent.glob("tmp*")), "no bundle is left behind"
+    written = (tmp_path / "mine.toml").read_text()
+    assert "# On reference-stress:" in written
+    # What the gate says of the recipe when somebody bakes it.
+    assert anechain("bake", tiny, "-o", tmp_path / "b", "--recipe", record["files"][0], "--context", "256")[0] == 0
+    for profile in ("strict", "m8"):
+        said = json.loads(anechain("gate", tmp_path / "b", "--profile", profile, "--json")[1])["runs"]
+        for mine, theirs in zip(record["candidates"][-1]["engine"], said, strict=True):
+            same = set(mine[profile]) - {"accepted", "reasons"}  # these were planted
+            assert {key: mine[profile][key] for key in same} == {key: theirs[key] for key in same}
+    count = len(asked)
+    assert json.loads(anechain(*flags)[1])["candidates"] == record["candidates"] and len(asked) == count
+
+
+def test_what_float32_takes_and_the_engine_refuses_is_no_recipe(
+    tiny: Path, judging: Callable[..., list[Task]], tmp_path: Path, anechain: Callable[..., Outcome]  # noqa: F811
+) -> None:  # fmt: skip
+    judging([f"tuned-{i} on reference" for i in range(5)])
+    code, out, _ = anechain("tune", tiny, "-o", tmp_path / "mine.toml", "--ane", *SMALL, "--json")
+    record = json.loads(out)
+    assert code == 1 and record["recipe"] is None
+    assert "strict on reference: planted; m8 on reference: planted; the matrices" in record["verdict"]
+    assert (
+        "| refused |" in (tmp_path / "mine.md").read_text() and "| accepted |" not in (tmp_path / "mine.md").read_text()
+    )
+
+
 def parsed(recipe: dict[str, Any]) -> Recipe:
     rules = tuple(Rule(rule["match"], parse_scheme(rule["scheme"])) for rule in recipe["rules"])
     return Recipe(recipe["name"], recipe["compute"], rules)
@@ -232,7 +309,7 @@ def test_one_matrix_alone_costs_less_than_all_and_nothing_costs_nothing(tiny: Pa
 def test_the_searchs_texts_are_no_profiles(tiny: Path, here: list[str]) -> None:
     baseline = search._search(str(tiny), None)
     assert len(baseline.prompts) >= 10 and len({p.ids.tobytes() for p in baseline.prompts}) == len(baseline.prompts)
-    starts = (*search.BEGINNINGS[1::3], *search.QUESTIONS[1::2])
+    starts = (*search.BEGINNINGS[1::4], *search.QUESTIONS[1::2])
     assert not {s.lower() for s in starts} & {p.lower() for p in (*M8, *STRICT, *CHAT)}
 
 

@@ -44,6 +44,7 @@ from anechain.bundle.rounded import Rounded
 from anechain.bundle.spec import ModelSpec, matrices_of
 from anechain.errors import BundleError, RecipeError, RequestError, SourceError
 
+PREFILL = 64  # tokens of a prefill chunk, unless somebody says otherwise
 MAX_LAYERS, MAX_BYTES = 15, 950 * 10**6  # of one package (rules S18 and S19)
 EMBEDDING, EXTRAS = "embedding", "extras"
 SPACE_MARGIN = 1.02  # the programs, the tokenizer and what a file system keeps for itself

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from anechain.bake.jobs import make_plan
+from anechain.bake.jobs import PREFILL, make_plan
 from anechain.bake.lora import Merged, open_merged
 from anechain.bake.place import check_place
 from anechain.bake.survival import warning
@@ -32,7 +32,7 @@ def bake(
     recipe: Annotated[str, typer.Option(help="a recipe by name, or a .toml file")] = "fp16",
     lora: Annotated[str, typer.Option(metavar="DIR", help="a PEFT LoRA adapter to merge into the model")] = "",
     context: Annotated[int, typer.Option(help="positions of the key/value cache")] = 1024,
-    prefill: Annotated[int, typer.Option(help="tokens of a prefill chunk, 0 for none")] = 64,
+    prefill: Annotated[int, typer.Option(help="tokens of a prefill chunk, 0 for none")] = PREFILL,
     layers_per_package: Annotated[str, typer.Option(help="a number, `all`, or `auto`")] = "auto",
     target: Annotated[str, typer.Option(help=f"the oldest system that runs it: {', '.join(TARGETS)}")] = "macOS15",
     state_update: Annotated[str, typer.Option(help="how keys and values are written: slice or blend")] = "slice",
@@ -111,7 +111,7 @@ def bake_bundle(
     output: Path,
     recipe: str = "fp16",
     context: int = 1024,
-    prefill: int = 64,
+    prefill: int = PREFILL,
     per_package: int | None = None,
     target: str = "macOS15",
     jobs: int = os.cpu_count() or 1,

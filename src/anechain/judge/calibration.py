@@ -24,6 +24,10 @@ BEGINNINGS = (
     *("There", "If", "For", "My", "Our", "We", "#", "-", "Q:", "To", "As", "New", "Most", "Le", "Die", "El"),
     *("Die Kinder gingen nach der Schule", "Der Zug nach Hamburg", "Il y a dans ma rue une", "Les enfants ont"),
     *("Mi hermana trabaja en una", "El tren sale de la", "La mattina mia madre", "O rio passa por"),
+    *("Long ago, in a village by the sea,", "An old man opened the door and", "It was late when"),
+    *("Nobody in the house", "Meine Großmutter hat", "Am Abend saßen wir", "Quand nous sommes"),
+    *("Hier soir, la voisine", "Cuando era joven,", "Domani andiamo", "Amanhã vamos", "De kinderen van", "class"),
+    *("#include", "public", "Today"),
 )
 QUESTIONS = (
     "Give me a recipe for pancakes.",

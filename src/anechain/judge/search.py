@@ -15,12 +15,13 @@ import numpy as np
 from anechain.bake.jobs import make_plan
 from anechain.bake.lora import open_merged
 from anechain.bake.source import Source
+from anechain.bundle.manifest import open_bundle
 from anechain.bundle.recipe import Recipe
 from anechain.bundle.rounded import Rounded
 from anechain.bundle.stored import Stored
 from anechain.judge.baseline import Answer, Baseline, PromptIds, build_baseline
 from anechain.judge.calibration import BEGINNINGS, QUESTIONS, own_words
-from anechain.judge.gate import Step, compare, judged
+from anechain.judge.gate import Step, compare, judged, run_gate
 from anechain.judge.oracle import Oracle
 from anechain.judge.prepare import (
     PROFILES,
@@ -32,6 +33,8 @@ from anechain.judge.prepare import (
     with_stream_scale,
 )
 from anechain.judge.rounding import RoundedSource
+from anechain.run.chain import Chain
+from anechain.run.reference import ReferenceEngine
 
 SEED, LENGTH, STEPS = 90210, 80, 16  # the search's own texts, none of which is calibrated on
 SOME = 3  # every third text is enough to tell one matrix from another
@@ -41,7 +44,8 @@ EXACT = "exact|"  # in front of a matrix that was moved and not rounded, in a fi
 @dataclass(frozen=True)
 class Task:
     """One measurement. With a `matrix`: what it does when it alone is rounded, as in `rounded_file`. With a `recipe`:
-    what the whole recipe does, to the search's texts and, as an exam, to those of the gate's profiles.
+    what the whole recipe does, to the search's texts and, as an exam, to those of the gate's profiles, in float32
+    arithmetic; with a `bundle`, too, which was baked by the recipe: the gate's verdicts on the reference engine.
     """
 
     ref: str
@@ -50,15 +54,20 @@ class Task:
     matrix: str = ""
     rounded_file: str = ""
     recipe: Recipe | None = None
+    bundle: str = ""
+    stress: bool = False  # of the reference engine
 
     @property
     def name(self) -> str:
-        return self.recipe.name if self.recipe else self.matrix
+        how = f" on reference{' under stress' if self.stress else ''}" if self.bundle else ""
+        return f"{self.recipe.name}{how}" if self.recipe else self.matrix
 
 
 def measure(task: Task) -> dict[str, Any]:
     """Runs one task in this process; the result can be written as JSON."""
-    return _measure_matrix(task) if task.recipe is None else _measure_recipe(task, task.recipe)
+    if task.recipe is None:
+        return _measure_matrix(task)
+    return _measure_bundle(task) if task.bundle else _measure_recipe(task, task.recipe)
 
 
 class _TablesKept:
@@ -96,7 +105,7 @@ def _search(ref: str, lora: str | None) -> Baseline:
 def search_baseline(source: Source) -> Baseline:
     """The original's greedy steps after texts of its own: beginnings that no profile has, drawn on to LENGTH tokens."""
     tokenizer = tokenizer_of(source)
-    starts = [np.array(tokenizer.encode(words), np.int32) for words in BEGINNINGS[1::3]]
+    starts = [np.array(tokenizer.encode(words), np.int32) for words in BEGINNINGS[1::4]]
     if (chat := chat_encoder(tokenizer)) is not None:
         starts += [np.array(chat(words), np.int32) for words in QUESTIONS[1::2]]
     length = min(LENGTH, source.spec.max_context - STEPS)
@@ -148,10 +157,20 @@ def _measure_recipe(task: Task, recipe: Recipe) -> dict[str, Any]:
     rounded = Rounded(Path(plan.rounded_file))
     tensors = {name: rounded.tensor(name) for name in rounded.names}
     oracle = Oracle(RoundedSource(_with_tables(task.ref, task.lora), plan.spec, tensors))
-    found = {}
+    found: dict[str, Any] = {}
     baselines = {"search": _search(task.ref, task.lora)}
     baselines |= {profile: exam_baseline(source, profile, task.context) for profile in PROFILES}
     for name, baseline in baselines.items():
         found[name] = judged(baseline, steps_of(oracle, baseline.answers), "float32").to_json()
         del found[name]["free_running"]
+    return found
+
+
+def _measure_bundle(task: Task) -> dict[str, Any]:
+    source, bundle = _source(task.ref, task.lora), open_bundle(Path(task.bundle))
+    found: dict[str, Any] = {}
+    for profile in PROFILES:
+        chain = Chain(bundle, ReferenceEngine(task.stress))
+        found[profile] = run_gate(chain, exam_baseline(source, profile, task.context)).to_json()
+        del found[profile]["free_running"]
     return found

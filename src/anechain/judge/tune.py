@@ -5,7 +5,8 @@
    table for every 16 rows, or a correction of rank 8, 16 or 32, or both would lessen what it costs.
 3. Upgrades (to one of these, or fp16) in the order of what they save per byte make a ladder of recipes.
 4. The rungs are rounded as wholes and judged, by bisection, on the search's texts; what passes there sits the exam,
-   the gate's `strict` and `m8`, whose prompts decide nothing but pass or fail.
+   the gate's `strict` and `m8`, whose prompts decide nothing but pass or fail: first in float32 arithmetic, then, as
+   the bundle that would ship, on the reference engine, plain and under stress.
 """
 
 import hashlib
@@ -17,11 +18,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
-from anechain.bake.jobs import tools
+from anechain.bake.jobs import PREFILL, make_plan, tools
 from anechain.bake.source import Source
 from anechain.bundle.footprint import footprint
 from anechain.bundle.gptq import conditional_power, without_leading
@@ -31,7 +33,7 @@ from anechain.bundle.spec import ModelSpec, matrices_of
 from anechain.bundle.stored import Stored, compress, dense, storage_bytes
 from anechain.judge.calibration import BEGINNINGS, QUESTIONS, calibration_text
 from anechain.judge.gate import MAX_MEAN_KL, MIN_COSINE, NEAR_TIE_LOGITS, NEAR_TIE_SHARE, NEAR_TIE_ULP
-from anechain.judge.prepare import cache_folder, kept_text
+from anechain.judge.prepare import bake_with_baselines, cache_folder, kept_text
 from anechain.judge.rounding import ALGORITHM, round_model
 from anechain.judge.search import EXACT, LENGTH, SEED, SOME, STEPS, Task, measure
 
@@ -43,23 +45,38 @@ RANKS = (8, 16, 32)
 METHODS = ("scales", "gptq", "drift", "level", "weigh")
 TEXT_LENGTH = 128  # tokens of each of the model's own texts: many short ones teach more than few long ones
 EIGHT_BITS = 0.9  # of the block weights, at least
-RUNGS = (0.0, 0.015, 0.03, 0.042, 0.065)  # bytes beyond plain int8, of the fp16 bytes
-FIRST = 2  # of the rungs is judged at first, with those just below it: where a small model has come to pass
+RUNGS = (0.0, 0.015, 0.03, 0.037, 0.043, 0.065)  # bytes beyond plain int8, of the fp16 bytes
+FIRST = 3  # of the rungs is judged at first, with those just below it: where a small model has come to pass
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A recipe that was judged, and what was found: figures by `search`, `strict` and `m8`."""
+    """A recipe that was judged, and what was found.
+
+    `found` holds figures by `search`, `strict` and `m8` in float32 arithmetic; `engine`, where those were good, by
+    `strict` and `m8` for each run on the reference engine: plain, and under stress.
+    """
 
     recipe: Recipe
     bytes: int
     share: float
     eight_bit_share: float
     found: Mapping[str, Any]
+    engine: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def promising(self) -> bool:
+        return all(self.found[name]["accepted"] for name in ("search", "strict", "m8"))
 
     @property
     def passes(self) -> bool:
-        return all(self.found[name]["accepted"] for name in ("search", "strict", "m8"))
+        runs = [run[name]["accepted"] for run in self.engine for name in ("strict", "m8")]
+        return self.promising and bool(runs) and all(runs)
+
+    @property
+    def outright(self) -> bool:
+        """Passes `m8` itself, not only what this project accepts of it, wherever it was judged."""
+        return all(found["m8"]["verdict"] == "pass" for found in (self.found, *self.engine))
 
 
 @dataclass(frozen=True)
@@ -110,6 +127,12 @@ def tune(
             for i, task in zip(places, tasks, strict=True):
                 size = footprint(source.spec, ladder[i])
                 judged[i] = Candidate(ladder[i], size.bytes, size.share, size.eight_bit_share, found[task.name])
+            for i in (i for i in sorted(places) if judged[i].promising):
+                task = Task(source.ref, lora, context, recipe=ladder[i])
+                engine = _engine_verdicts(pool, kept, source, task, workers, report)
+                judged[i] = replace(judged[i], engine=engine)
+                if judged[i].passes:
+                    break  # those above it need not
 
         bisect(len(ladder), workers, judge, lambda i: judged[i].passes, FIRST)
     candidates = tuple(judged[i] for i in sorted(judged))
@@ -206,9 +229,10 @@ def verdict(best: Candidate | None, candidates: Sequence[Candidate], sensitivity
     if best is not None:
         return f"{best.recipe.name} passes with {best.share:.3f} of the fp16 bytes"
     closest = closest_of(candidates)
-    reasons = [f"{name}: {reason}" for name in ("search", "strict", "m8") for reason in _reasons(closest, name)]
-    strict = closest.found["strict"]
-    ties = strict["near_ties"]
+    reasons = [f"{name}: {reason}" for name in ("search", "strict", "m8") for reason in _reasons(closest.found[name])]
+    for run in closest.engine:
+        reasons += [f"{name} on {run[name]['engine']}: {r}" for name in ("strict", "m8") for r in _reasons(run[name])]
+    ties = [tie for found in (closest.found, *closest.engine) for tie in found["strict"]["near_ties"]]
     if reasons and all("near-tie" in reason for reason in reasons):
         places = ", ".join(f"{s['prompt']} position {s['position']} (margin {s['margin']:.3f})" for s in ties[:5])
         return f"the baseline itself is unstable: nothing but near-ties stands in the way, at {places}"
@@ -219,8 +243,7 @@ def verdict(best: Candidate | None, candidates: Sequence[Candidate], sensitivity
     )
 
 
-def _reasons(candidate: Candidate, name: str) -> list[str]:
-    found = candidate.found[name]
+def _reasons(found: Mapping[str, Any]) -> list[str]:
     return [] if found["accepted"] else list(found["reasons"])
 
 
@@ -257,7 +280,25 @@ class _Kept:
         if task.recipe is None:
             return task.matrix
         rules = {**task.recipe.to_json(), "name": ""}
-        return "recipe " + hashlib.sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest()
+        kind = "recipe" if not task.bundle else "stressed bundle" if task.stress else "bundle"
+        return f"{kind} {hashlib.sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest()}"
+
+
+def _engine_verdicts(
+    pool: Executor, kept: _Kept, source: Source, task: Task, workers: int, report: Progress
+) -> tuple[Mapping[str, Any], ...]:
+    """What the gate says of the task's recipe, baked, on the reference engine: plain, and under stress."""
+    assert task.recipe is not None
+    tasks = [replace(task, bundle="to be baked", stress=stress) for stress in (False, True)]
+    with TemporaryDirectory(dir=cache_folder("tune")) as folder:
+        if any(kept.get(t) is None for t in tasks):
+            path = Path(folder) / "bundle"
+            prefill = PREFILL if task.context % PREFILL == 0 else 0
+            plan = make_plan(source, task.recipe, task.context, prefill, "macOS15", None)
+            bake_with_baselines(source, plan, path, workers, progress=lambda d, t, _: report(d, t, "packages"))
+            tasks = [replace(t, bundle=str(path)) for t in tasks]
+        found = _all(pool, kept, tasks, report)
+    return tuple(found[t.name] for t in tasks)
 
 
 def _all(pool: Executor, kept: _Kept, tasks: Sequence[Task], report: Progress) -> dict[str, dict[str, Any]]:

@@ -43,26 +43,33 @@ def evidence_of(tuned: Tuned, candidate: Candidate, ref: str) -> list[str]:
         f"Found by `anechain tune {ref}`: {tuned.verdict}.",
         f"{candidate.bytes / 1e6:.1f} MB of weights, {candidate.share:.3f} of the fp16 bytes; "
         f"{candidate.eight_bit_share:.1%} of the block weights at 8 bits.",
-        "In float32 arithmetic on the stored weights (the engines have the last word: bake it and run the gate):",
+        "In float32 arithmetic on the stored weights:",
+        *(_line(name, candidate.found[name]) for name in ("search", "strict", "m8")),
     ]
-    for name in ("search", "strict", "m8"):
-        found = candidate.found[name]
-        figures = ", ".join(f"{key} {found[key]:.6g}" for key in ("min_cosine", *_FIGURES))
-        lines.append(f"  {name}: {found['verdict']}, accepted {found['accepted']}: {figures}")
+    for run in candidate.engine:
+        lines += [f"On {run['strict']['engine']}:", *(_line(name, run[name]) for name in ("strict", "m8"))]
+    if not candidate.engine:
+        lines.append("No engine was asked.")
     loud = sorted(tuned.sensitivity.items(), key=lambda item: -item[1])[:5]
     lines.append("Mean KL when one matrix alone is int8: " + ", ".join(f"{name} {kl:.1e}" for name, kl in loud))
     return lines
+
+
+def _line(name: str, found: Mapping[str, Any]) -> str:
+    figures = ", ".join(f"{key} {found[key]:.6g}" for key in ("min_cosine", *_FIGURES))
+    return f"  {name}: {found['verdict']}, accepted {found['accepted']}: {figures}"
 
 
 def table(tuned: Tuned) -> str:
     """All candidates as Markdown."""
     heads = ["recipe", "MB", "of fp16", "at 8 bits"]
     heads += [f"{name} {key.replace('_', ' ')}" for name in ("search", "strict", "m8") for key in _FIGURES]
-    rows = [[*heads, "m8 outright", "passes"], ["---"] * (len(heads) + 2)]
+    rows = [[*heads, "on the reference engine", "m8 outright", "passes"], ["---"] * (len(heads) + 3)]
     for c in tuned.candidates:
         row = [c.recipe.name, f"{c.bytes / 1e6:.1f}", f"{c.share:.3f}", f"{c.eight_bit_share:.1%}"]
         row += [f"{c.found[name][key]:.5g}" for name in ("search", "strict", "m8") for key in _FIGURES]
-        rows.append([*row, *("yes" if good else "no" for good in (c.found["m8"]["verdict"] == "pass", c.passes))])
+        row.append(("accepted" if c.passes else "refused") if c.engine else "not asked")
+        rows.append([*row, *("yes" if good else "no" for good in (c.outright, c.passes))])
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
