@@ -50,7 +50,9 @@ def tune(
     calibration = Calibration(METHODS, sequences, TEXT_LENGTH, seed)
     with progress("tune") as report:
         tuned = search(source, lora or None, calibration, context, jobs, ane, linear, report)
-    files = write_report(tuned, output, model)
+    flags = [*(["--ane"] if ane else []), *(["--linear"] if linear else []), *(["--lora", lora] if lora else [])]
+    command = " ".join([model, *flags, f"--context {context} --seed {seed} --sequences {sequences}"])
+    files = write_report(tuned, output, command)
     record: dict[str, Any] = {
         "found": tuned.best is not None,
         "verdict": tuned.verdict,

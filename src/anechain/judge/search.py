@@ -37,6 +37,7 @@ from anechain.run.chain import Chain
 from anechain.run.reference import ReferenceEngine
 
 SEED, LENGTH, STEPS = 90210, 80, 16  # the search's own texts, none of which is calibrated on
+STARTS, ASKED = BEGINNINGS[1::4], QUESTIONS[1::2]  # how they begin
 SOME = 3  # every third text is enough to tell one matrix from another
 EXACT = "exact|"  # in front of a matrix that was moved and not rounded, in a file of both
 
@@ -55,6 +56,7 @@ class Task:
     rounded_file: str = ""
     recipe: Recipe | None = None
     bundle: str = ""
+    bundle_key: str = ""  # of all that decides the bundle and its verdict
     stress: bool = False  # of the reference engine
 
     @property
@@ -99,15 +101,16 @@ def _with_tables(ref: str, lora: str | None) -> Source:
 
 @cache
 def _search(ref: str, lora: str | None) -> Baseline:
-    return kept_baseline(_source(ref, lora), f"search {SEED} {LENGTH} {STEPS}", search_baseline)
+    name = f"search {SEED} {LENGTH} {STEPS} {' '.join(map(repr, (*STARTS, *ASKED)))}"
+    return kept_baseline(_source(ref, lora), name, search_baseline)
 
 
 def search_baseline(source: Source) -> Baseline:
     """The original's greedy steps after texts of its own: beginnings that no profile has, drawn on to LENGTH tokens."""
     tokenizer = tokenizer_of(source)
-    starts = [np.array(tokenizer.encode(words), np.int32) for words in BEGINNINGS[1::4]]
+    starts = [np.array(tokenizer.encode(words), np.int32) for words in STARTS]
     if (chat := chat_encoder(tokenizer)) is not None:
-        starts += [np.array(chat(words), np.int32) for words in QUESTIONS[1::2]]
+        starts += [np.array(chat(words), np.int32) for words in ASKED]
     length = min(LENGTH, source.spec.max_context - STEPS)
     texts = own_words(source, starts, length, SEED, tokenizer.n_ids, None)
     prompts = [PromptIds(f"search-{i:02d}", ids, STEPS) for i, ids in enumerate(texts)]

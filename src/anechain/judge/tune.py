@@ -11,19 +11,15 @@
 
 import hashlib
 import json
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from multiprocessing import get_context
+from itertools import islice
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
-from anechain.bake.jobs import PREFILL, make_plan, tools
+from anechain.bake.jobs import tools
 from anechain.bake.source import Source
 from anechain.bundle.footprint import footprint
 from anechain.bundle.gptq import conditional_power, without_leading
@@ -33,11 +29,11 @@ from anechain.bundle.spec import ModelSpec, matrices_of
 from anechain.bundle.stored import Stored, compress, dense, storage_bytes
 from anechain.judge.calibration import BEGINNINGS, QUESTIONS, calibration_text
 from anechain.judge.gate import MAX_MEAN_KL, MIN_COSINE, NEAR_TIE_LOGITS, NEAR_TIE_SHARE, NEAR_TIE_ULP
-from anechain.judge.prepare import bake_with_baselines, cache_folder, kept_text
+from anechain.judge.prepare import cache_folder, kept_text
+from anechain.judge.prompts import CHAT, M8, STRICT
 from anechain.judge.rounding import ALGORITHM, round_model
-from anechain.judge.search import EXACT, LENGTH, SEED, SOME, STEPS, Task, measure
-
-Progress = Callable[[int, int, str], None]
+from anechain.judge.search import ASKED, EXACT, LENGTH, SEED, SOME, STARTS, STEPS, Task
+from anechain.judge.search_pool import Kept, Progress, engine_verdicts, plan_of, processes, run_all
 
 INT8, LEVEL, FP16 = Scheme(8), Scheme(8, rank=1), Scheme(16)
 PALETTE = parse_scheme("palette8-group16")
@@ -104,13 +100,14 @@ def tune(
     With `ane` only forms that lint has no E finding for; without, also one scale per 32 inputs; `linear`: no palettes.
     """
     report = progress or (lambda done, total, what: None)
-    kept = _Kept(source, calibration, context)
+    plan_of(source, _plain(source.spec, calibration), context)  # what cannot be baked is found now, not at the end
+    kept = Kept(_key(source, calibration, context))
     moved = _moved_file(source, calibration, kept.key, report)
     plain = _plain(source.spec, calibration)
     blocks = [name for name in matrices_of(source.spec) if name.startswith("layers.")]
-    with _pool(workers) as pool:
+    with processes(workers) as pool:
         tasks = [Task(source.ref, lora, context, name, str(moved)) for name in blocks]
-        each = _all(pool, kept, tasks, report)
+        each = run_all(pool, kept, tasks, report)
         sensitivity = {name: each[name]["mean_kl"] for name in blocks}
         left = Rounded(moved).about["left"]
         if linear:
@@ -123,21 +120,41 @@ def tune(
 
         def judge(places: Sequence[int]) -> None:
             tasks = [Task(source.ref, lora, context, recipe=ladder[i]) for i in places]
-            found = _all(pool, kept, tasks, report)
+            found = run_all(pool, kept, tasks, report)
             for i, task in zip(places, tasks, strict=True):
                 size = footprint(source.spec, ladder[i])
                 judged[i] = Candidate(ladder[i], size.bytes, size.share, size.eight_bit_share, found[task.name])
-            for i in (i for i in sorted(places) if judged[i].promising):
-                task = Task(source.ref, lora, context, recipe=ladder[i])
-                engine = _engine_verdicts(pool, kept, source, task, workers, report)
-                judged[i] = replace(judged[i], engine=engine)
-                if judged[i].passes:
-                    break  # those above it need not
 
-        bisect(len(ladder), workers, judge, lambda i: judged[i].passes, FIRST)
+        def ask(i: int) -> bool:
+            task = Task(source.ref, lora, context, recipe=ladder[i])
+            judged[i] = replace(judged[i], engine=engine_verdicts(pool, kept, source, task, workers, report))
+            return judged[i].passes
+
+        climb(len(ladder), workers, FIRST, judge, lambda i: judged[i].promising, ask)
     candidates = tuple(judged[i] for i in sorted(judged))
     best = min((c for c in candidates if c.passes), key=lambda c: c.bytes, default=None)
     return Tuned(best, candidates, sensitivity, verdict(best, candidates, sensitivity))
+
+
+def climb(
+    count: int,
+    at_once: int,
+    first: int,
+    judge: Callable[[Sequence[int]], None],
+    promising: Callable[[int], bool],
+    ask: Callable[[int], bool],
+) -> None:
+    """Bisects a ladder by what `ask` says of the places that are `promising` once they are judged.
+
+    After each round it is asked of the lowest, and of the next only where it has said no.
+    """
+    passing: set[int] = set()
+
+    def judge_and_ask(places: Sequence[int]) -> None:
+        judge(places)
+        passing.update(islice(filter(ask, filter(promising, sorted(places))), 1))
+
+    bisect(count, at_once, judge_and_ask, passing.__contains__, first)
 
 
 def bisect(
@@ -220,8 +237,13 @@ def _recipe(plain: Recipe, number: int, chosen: Mapping[str, Scheme]) -> Recipe:
 
 
 def closest_of(candidates: Sequence[Candidate]) -> Candidate:
-    """The candidate with the least mean KL on the texts where it is worst."""
-    return min(candidates, key=lambda c: max(c.found[name]["mean_kl"] for name in ("search", "strict")))
+    """The candidate that got furthest: to the engine and refused by few of its runs, then by its worst mean KL."""
+
+    def distance(c: Candidate) -> tuple[bool, int, float]:
+        refused = sum(not run[name]["accepted"] for run in c.engine for name in ("strict", "m8"))
+        return not c.promising, refused, max(c.found[name]["mean_kl"] for name in ("search", "strict"))
+
+    return min(candidates, key=distance)
 
 
 def verdict(best: Candidate | None, candidates: Sequence[Candidate], sensitivity: Mapping[str, float]) -> str:
@@ -229,12 +251,13 @@ def verdict(best: Candidate | None, candidates: Sequence[Candidate], sensitivity
     if best is not None:
         return f"{best.recipe.name} passes with {best.share:.3f} of the fp16 bytes"
     closest = closest_of(candidates)
-    reasons = [f"{name}: {reason}" for name in ("search", "strict", "m8") for reason in _reasons(closest.found[name])]
-    for run in closest.engine:
-        reasons += [f"{name} on {run[name]['engine']}: {r}" for name in ("strict", "m8") for r in _reasons(run[name])]
-    ties = [tie for found in (closest.found, *closest.engine) for tie in found["strict"]["near_ties"]]
-    if reasons and all("near-tie" in reason for reason in reasons):
-        places = ", ".join(f"{s['prompt']} position {s['position']} (margin {s['margin']:.3f})" for s in ties[:5])
+    judged = [(name, closest.found[name]) for name in ("search", "strict", "m8")]
+    judged += [(f"{name} on {run[name]['engine']}", run[name]) for run in closest.engine for name in ("strict", "m8")]
+    refused = [(where, found) for where, found in judged if not found["accepted"]]
+    reasons = [f"{where}: {reason}" for where, found in refused for reason in found["reasons"]]
+    if reasons and all("near-ties among" in reason for reason in reasons):  # what the gate says of too many of them
+        ties = {(s["prompt"], s["position"]): s["margin"] for _, found in refused for s in found["near_ties"]}
+        places = ", ".join(f"{prompt} position {at} (margin {m:.3f})" for (prompt, at), m in list(ties.items())[:5])
         return f"the baseline itself is unstable: nothing but near-ties stands in the way, at {places}"
     loud = ", ".join(sorted(sensitivity, key=lambda n: -sensitivity[n])[:3])
     return (
@@ -243,99 +266,15 @@ def verdict(best: Candidate | None, candidates: Sequence[Candidate], sensitivity
     )
 
 
-def _reasons(found: Mapping[str, Any]) -> list[str]:
-    return [] if found["accepted"] else list(found["reasons"])
-
-
-class _Kept:
-    """Measurements by name, in a file of the cache that belongs to this model, text and version."""
-
-    def __init__(self, source: Source, calibration: Calibration, context: int) -> None:
-        gate = [MIN_COSINE, MAX_MEAN_KL, NEAR_TIE_LOGITS, NEAR_TIE_SHARE, NEAR_TIE_ULP]
-        decided = [
-            source.fingerprint, asdict(calibration), calibration_text(), tools(), ALGORITHM, context, gate,
-            RANKS, str(PALETTE), SOME, SEED, LENGTH, STEPS, BEGINNINGS, QUESTIONS,
-            sorted((name, hashlib.sha256(text).hexdigest()) for name, text in source.text_files.items()),
-        ]  # fmt: skip
-        self.key = hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:32]
-        self._path = cache_folder("tune") / f"{self.key}.jsonl"
-        self._found: dict[str, dict[str, Any]] = {}
-        if self._path.exists():
-            for line in self._path.read_text(encoding="utf-8").splitlines():
-                try:
-                    entry = json.loads(line)
-                    self._found[entry["task"]] = entry["found"]
-                except (ValueError, LookupError, TypeError):
-                    continue  # the line that was being written when the search was stopped
-
-    def get(self, task: Task) -> dict[str, Any] | None:
-        return self._found.get(self._name(task))
-
-    def add(self, task: Task, found: dict[str, Any]) -> None:
-        self._found[self._name(task)] = found
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"task": self._name(task), "found": found}) + "\n")
-
-    def _name(self, task: Task) -> str:
-        if task.recipe is None:
-            return task.matrix
-        rules = {**task.recipe.to_json(), "name": ""}
-        kind = "recipe" if not task.bundle else "stressed bundle" if task.stress else "bundle"
-        return f"{kind} {hashlib.sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest()}"
-
-
-def _engine_verdicts(
-    pool: Executor, kept: _Kept, source: Source, task: Task, workers: int, report: Progress
-) -> tuple[Mapping[str, Any], ...]:
-    """What the gate says of the task's recipe, baked, on the reference engine: plain, and under stress."""
-    assert task.recipe is not None
-    tasks = [replace(task, bundle="to be baked", stress=stress) for stress in (False, True)]
-    with TemporaryDirectory(dir=cache_folder("tune")) as folder:
-        if any(kept.get(t) is None for t in tasks):
-            path = Path(folder) / "bundle"
-            prefill = PREFILL if task.context % PREFILL == 0 else 0
-            plan = make_plan(source, task.recipe, task.context, prefill, "macOS15", None)
-            bake_with_baselines(source, plan, path, workers, progress=lambda d, t, _: report(d, t, "packages"))
-            tasks = [replace(t, bundle=str(path)) for t in tasks]
-        found = _all(pool, kept, tasks, report)
-    return tuple(found[t.name] for t in tasks)
-
-
-def _all(pool: Executor, kept: _Kept, tasks: Sequence[Task], report: Progress) -> dict[str, dict[str, Any]]:
-    """What each task found, by its name; those that are kept are not run."""
-    results = {task.name: found for task in tasks if (found := kept.get(task)) is not None}
-    running: dict[Future[dict[str, Any]], Task] = {
-        pool.submit(measure, task): task for task in tasks if task.name not in results
-    }
-    try:
-        while running:
-            done = wait(running, return_when=FIRST_COMPLETED).done
-            # What is finished is kept before a failure ends the search.
-            for future in sorted(done, key=lambda future: future.exception() is not None):
-                task = running.pop(future)
-                results[task.name] = future.result()
-                kept.add(task, results[task.name])
-                report(len(results), len(tasks), task.name)
-    finally:
-        for future in running:
-            future.cancel()
-    return results
-
-
-@contextmanager
-def _pool(workers: int) -> Iterator[Executor]:
-    """Fresh processes that share the processors evenly."""
-    threads = str(max(1, (os.cpu_count() or 1) // workers))
-    before = {name: os.environ.get(name) for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")}
-    os.environ |= {name: value or threads for name, value in before.items()}
-    pool = ProcessPoolExecutor(workers, get_context("spawn"))
-    try:
-        yield pool
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
+def _key(source: Source, calibration: Calibration, context: int) -> str:
+    """Of everything that decides what a search measures."""
+    gate = [MIN_COSINE, MAX_MEAN_KL, NEAR_TIE_LOGITS, NEAR_TIE_SHARE, NEAR_TIE_ULP]
+    decided = [
+        source.fingerprint, asdict(calibration), calibration_text(), tools(), ALGORITHM, context, gate,
+        RANKS, str(PALETTE), SOME, SEED, LENGTH, STEPS, STARTS, ASKED, BEGINNINGS, QUESTIONS, M8, STRICT, CHAT,
+        sorted((name, hashlib.sha256(text).hexdigest()) for name, text in source.text_files.items()),
+    ]  # fmt: skip
+    return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:32]
 
 
 class _Seen:

@@ -10,6 +10,7 @@ from anechain.judge.gate import MAX_MEAN_KL
 from anechain.judge.plots import png
 from anechain.judge.tune import Candidate, Tuned, closest_of
 
+_FOUND_BY = "# Found by `anechain tune "
 _FIGURES = ("min_centred_cosine", "mean_kl", "max_kl", "top1")
 
 
@@ -37,10 +38,10 @@ def recipe_text(recipe: Recipe, evidence: Sequence[str] = ()) -> str:
     return "\n".join(lines) + "\n"
 
 
-def evidence_of(tuned: Tuned, candidate: Candidate, ref: str) -> list[str]:
+def evidence_of(tuned: Tuned, candidate: Candidate, command: str) -> list[str]:
     """What is known about a candidate, a line each."""
     lines = [
-        f"Found by `anechain tune {ref}`: {tuned.verdict}.",
+        f"{_FOUND_BY.removeprefix('# ')}{command}`: {tuned.verdict}.",
         f"{candidate.bytes / 1e6:.1f} MB of weights, {candidate.share:.3f} of the fp16 bytes; "
         f"{candidate.eight_bit_share:.1%} of the block weights at 8 bits.",
         "In float32 arithmetic on the stored weights:",
@@ -87,11 +88,15 @@ def draw(axes: Any, tuned: Tuned) -> None:
     axes.legend()
 
 
-def write_report(tuned: Tuned, output: Path, ref: str) -> list[Path]:
+def write_report(tuned: Tuned, output: Path, command: str) -> list[Path]:
     """The best recipe at `output`, or the closest as `.closest.toml`; a table and a plot beside it."""
     chosen = tuned.best or closest_of(tuned.candidates)
-    recipe = output if tuned.best else output.with_suffix(".closest.toml")
-    text = recipe_text(chosen.recipe, evidence_of(tuned, chosen, ref))
+    recipe, other = output, output.with_suffix(".closest.toml")
+    if tuned.best is None:
+        recipe, other = other, recipe
+    if other.is_file() and other.read_text(encoding="utf-8", errors="replace").startswith(_FOUND_BY):
+        other.unlink()  # of an earlier search: it would say the opposite
+    text = recipe_text(chosen.recipe, evidence_of(tuned, chosen, command))
     write_atomically(recipe, text.encode())
     beside = output.with_suffix(".md")
     write_atomically(beside, f"{tuned.verdict}.\n\n{table(tuned)}".encode())
