@@ -61,6 +61,19 @@ def test_a_table_for_some_rows_is_bought_first_and_keeps_the_channel_of_the_leve
     assert any(name.endswith(".o") for name in tables)
 
 
+def test_a_table_that_is_most_of_the_model_is_tried_at_8_bits() -> None:
+    mostly = replace(SPECS["gemma3"], vocab_size=32768, hidden_size=512)
+    tables = tune._tables(mostly)
+    assert [(r.pattern, str(r.scheme)) for r in tables] == [(end, str(tune.TABLE)) for end in ("embed", "head")]
+    rounded = replace(PLAIN, rules=(*tables, *PLAIN.rules))
+    rounded.check(mostly)
+    assert footprint(mostly, rounded).share < 0.65 < footprint(mostly, PLAIN).share
+    assert tune._tables(replace(mostly, vocab_size=256)) == (), "a small table"
+    assert tune._tables(replace(mostly, hidden_size=64)) == (), "its own tables would take as much"
+    assert tune._tables(replace(mostly, tied=False)) == (), "two tables"
+    assert tune._tables(replace(mostly, vocab_size=32769)) == (), "rows that do not divide"
+
+
 @pytest.mark.parametrize("first", [0, 3, 9])
 @pytest.mark.parametrize("at_once", [1, 2, 3])
 @pytest.mark.parametrize("lowest", [0, 3, 6, 7])

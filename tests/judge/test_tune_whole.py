@@ -9,8 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from anechain.bundle.embedding import open_embedding
+from anechain.bundle.manifest import open_bundle
 from anechain.bundle.recipe import Calibration, Recipe, Rule, load_recipe, parse_scheme
 from anechain.judge import search, search_pool, tune
 from anechain.judge.prompts import CHAT, M8, STRICT
@@ -179,6 +182,35 @@ def test_a_cache_without_room_for_the_bundle(
         " ".join(err.split()),
     ), err
     assert not list((tmp_path / "cache" / "tune").glob("*.bundle"))
+
+
+def test_a_table_at_both_ends_is_judged_as_it_is_baked(
+    here: list[str],
+    tmp_path: Path,
+    anechain: Callable[..., Outcome],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ANECHAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(search_pool, "measure", measure)
+    monkeypatch.setattr(tune, "TABLE_SHARE", 0.0)
+    monkeypatch.setattr(tune, "TABLE", parse_scheme("palette8-group64"))
+    model = write_tiny(tmp_path / "tied", "qwen3", num_hidden_layers=1)
+    code, out, _ = anechain("tune", model, "-o", tmp_path / "mine.toml", "--ane", *SMALL, "--jobs", "9", "--json")
+    candidates = {c["recipe"]["name"]: c for c in json.loads(out)["candidates"]}
+    assert code in (0, 1) and {"tuned-table-0", "tuned-0"} <= set(candidates)
+    share = [candidates[name]["share"] for name in ("tuned-table-0", "tuned-0")]
+    kl = [candidates[name]["found"]["strict"]["mean_kl"] for name in ("tuned-table-0", "tuned-0")]
+    assert share[0] < share[1] and kl[0] > 1.01 * kl[1], "what the table costs is seen"
+    recipe = tmp_path / "tables.toml"
+    recipe.write_text(
+        'name = "tables"\ncompute = "fp16"\n[[rule]]\nmatch = ["embed", "head"]\nscheme = "palette8-group64"\n'
+    )
+    assert anechain("bake", model, "-o", tmp_path / "b", "--recipe", recipe, "--context", "256")[0] == 0
+    source = search._source(str(model), None)
+    judged = search._table(source, load_recipe(str(recipe)))["embed"]
+    rows = open_embedding(open_bundle(tmp_path / "b")).rows(np.arange(source.spec.vocab_size))
+    assert np.array_equal(rows, judged)
+    assert search._table(source, load_recipe("fp16")) == {}
 
 
 def parsed(recipe: dict[str, Any]) -> Recipe:

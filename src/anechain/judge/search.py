@@ -18,7 +18,8 @@ from anechain.bake.source import Source
 from anechain.bundle.manifest import open_bundle
 from anechain.bundle.recipe import Recipe
 from anechain.bundle.rounded import Rounded
-from anechain.bundle.stored import Stored
+from anechain.bundle.spec import matrices_of
+from anechain.bundle.stored import Stored, compress, dense
 from anechain.judge.baseline import Answer, Baseline, PromptIds, build_baseline
 from anechain.judge.calibration import BEGINNINGS, QUESTIONS, own_words
 from anechain.judge.gate import Step, compare, judged, run_gate
@@ -158,7 +159,7 @@ def _measure_recipe(task: Task, recipe: Recipe) -> dict[str, Any]:
     plan = with_rounding(plan, source)
     assert plan.rounded_file is not None
     rounded = Rounded(Path(plan.rounded_file))
-    tensors = {name: rounded.tensor(name) for name in rounded.names}
+    tensors = {name: rounded.tensor(name) for name in rounded.names} | _table(source, recipe)
     oracle = Oracle(RoundedSource(_with_tables(task.ref, task.lora), plan.spec, tensors))
     found: dict[str, Any] = {}
     baselines = {"search": _search(task.ref, task.lora)}
@@ -167,6 +168,15 @@ def _measure_recipe(task: Task, recipe: Recipe) -> dict[str, Any]:
         found[name] = judged(baseline, steps_of(oracle, baseline.answers), "float32").to_json()
         del found[name]["free_running"]
     return found
+
+
+def _table(source: Source, recipe: Recipe) -> dict[str, Stored]:
+    """The table of both ends where the recipe rounds it (to nearest; rounded weights that are kept do not have it)."""
+    outputs, inputs = matrices_of(source.spec)["embed"]
+    ends = [recipe.scheme_for(name, outputs * inputs) for name in ("embed", "head")]
+    if not source.spec.tied or ends[0] != ends[1] or ends[0].bits == 16:
+        return {}
+    return {"embed": dense(compress(source.tensor("embed"), ends[0], "embed"))}
 
 
 def _measure_bundle(task: Task) -> dict[str, Any]:

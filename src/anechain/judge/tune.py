@@ -25,7 +25,7 @@ from anechain.bundle.footprint import footprint
 from anechain.bundle.gptq import conditional_power, without_leading
 from anechain.bundle.recipe import Calibration, Recipe, Rule, Scheme, parse_scheme
 from anechain.bundle.rounded import Rounded, save_rounded
-from anechain.bundle.spec import ModelSpec, matrices_of
+from anechain.bundle.spec import ModelSpec, head_pieces, matrices_of
 from anechain.bundle.stored import Stored, compress, dense, storage_bytes
 from anechain.judge.calibration import BEGINNINGS, QUESTIONS, calibration_text
 from anechain.judge.gate import MAX_MEAN_KL, MIN_COSINE, NEAR_TIE_LOGITS, NEAR_TIE_SHARE, NEAR_TIE_ULP
@@ -36,12 +36,13 @@ from anechain.judge.search import ASKED, EXACT, LENGTH, SEED, SOME, STARTS, STEP
 from anechain.judge.search_pool import Kept, Progress, engine_verdicts, plan_of, processes, run_all
 
 INT8, LEVEL, FP16 = Scheme(8), Scheme(8, rank=1), Scheme(16)
-PALETTE = parse_scheme("palette8-group16")
+PALETTE, TABLE = parse_scheme("palette8-group16"), parse_scheme("palette8-group4")
 RANKS = (8, 16, 32)
 METHODS = ("scales", "gptq", "drift", "level", "weigh")
 TEXT_LENGTH = 128  # tokens of each of the model's own texts: many short ones teach more than few long ones
 EIGHT_BITS = 0.9  # of the block weights, at least
 RUNGS = (0.0, 0.015, 0.03, 0.037, 0.043, 0.065)  # bytes beyond plain int8, of the fp16 bytes
+TABLE_SHARE = 0.5  # a table at both ends that holds more than this of all bytes is tried at 8 bits, too
 FIRST = 3  # of the rungs is judged at first, with those just below it: where a small model has come to pass
 
 
@@ -112,7 +113,11 @@ def tune(
         left = Rounded(moved).about["left"]
         if linear:
             left = {n: {s: share for s, share in mine.items() if "palette" not in s} for n, mine in left.items()}
-        ladder = make_ladder(source.spec, plain, sensitivity, left)
+        ladder, first = make_ladder(source.spec, plain, sensitivity, left), FIRST
+        if not linear and (tables := _tables(source.spec)):
+            rounded = replace(plain, name="tuned-table-0", rules=(*tables, *plain.rules))
+            smaller = make_ladder(source.spec, rounded, sensitivity, left)
+            ladder, first = smaller + ladder, min(FIRST, len(smaller) - 1)
         if not ane and all(inputs % 32 == 0 for _, inputs in (matrices_of(source.spec)[n] for n in blocks)):
             ladder.append(replace(plain, name="tuned-block32", rules=(Rule("layers.*", parse_scheme("int8-block32")),)))
             ladder.sort(key=lambda recipe: footprint(source.spec, recipe).bytes)
@@ -130,7 +135,7 @@ def tune(
             judged[i] = replace(judged[i], engine=engine_verdicts(pool, kept, source, task, workers, report))
             return judged[i].passes
 
-        climb(len(ladder), workers, FIRST, judge, lambda i: judged[i].promising, ask)
+        climb(len(ladder), workers, first, judge, lambda i: judged[i].promising, ask)
     candidates = tuple(judged[i] for i in sorted(judged))
     best = min((c for c in candidates if c.passes), key=lambda c: c.bytes, default=None)
     return Tuned(best, candidates, sensitivity, verdict(best, candidates, sensitivity))
@@ -231,9 +236,24 @@ def _plain(spec: ModelSpec, calibration: Calibration) -> Recipe:
     return Recipe("tuned-0", "fp16", tuple(rules), calibration=calibration)
 
 
+def _tables(spec: ModelSpec) -> tuple[Rule, ...]:
+    """Rules that round the table of both ends, for a model that is mostly that (and where it makes it much smaller)."""
+    matrices = {name: shape for name, shape in matrices_of(spec).items() if name != "head"}
+    table, weights = matrices["embed"], sum(outputs * inputs for outputs, inputs in matrices.values())
+    small = table[0] * table[1] <= TABLE_SHARE * weights
+    if (
+        not spec.tied
+        or small
+        or head_pieces(spec)[1] % TABLE.block
+        or storage_bytes(table, TABLE) > 1.25 * np.prod(table)
+    ):
+        return ()
+    return Rule("embed", TABLE), Rule("head", TABLE)
+
+
 def _recipe(plain: Recipe, number: int, chosen: Mapping[str, Scheme]) -> Recipe:
     rules = [Rule(name, scheme) for name, scheme in sorted(chosen.items(), key=lambda c: (str(c[1]), c[0]))]
-    return replace(plain, name=f"tuned-{number}", rules=(*rules, *plain.rules))
+    return replace(plain, name=f"{plain.name.removesuffix('-0')}-{number}", rules=(*rules, *plain.rules))
 
 
 def closest_of(candidates: Sequence[Candidate]) -> Candidate:
