@@ -180,7 +180,7 @@ def test_a_forced_prompt_alone_takes_one_pass(baseline: Baseline) -> None:
 
 def test_the_lowest_id_of_equal_logits_is_chosen() -> None:
     source = random_source(replace(plain_spec(), tied=False))
-    head = np.repeat(source.tensors["head"][:1], 97, axis=0)
+    head = np.zeros_like(source.tensors["head"])  # sums of zeros are equal in whatever order a BLAS adds them up
     flat = Oracle(replace(source, tensors={**source.tensors, "head": head}))
     assert build_baseline(flat, PROMPTS[:1], "m8", CONTEXT).tokens.tolist() == [0, 0, 0, 0]
 

@@ -4,7 +4,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from anechain.judge import search, search_pool, tune
 from anechain.judge.prompts import CHAT, M8, STRICT
 from anechain.judge.search import Task, measure
 from tests.cli.outcome import Outcome, anechain, refusal  # noqa: F401
+from tests.in_process import InProcess
 from tests.judge.test_tune import found
 from tests.tiny import write_tiny
 
@@ -33,18 +34,9 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     """No processes, a cache of our own; gives the names of what is measured."""
     measured: list[str] = []
 
-    class Here(Executor):
-        def submit(self, run: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
-            future: Future[Any] = Future()
-            try:
-                future.set_result(run(*arguments, **named))
-            except BaseException as error:
-                future.set_exception(error)
-            return future
-
     @contextmanager
     def pool(workers: int) -> Iterator[Executor]:
-        yield Here()
+        yield InProcess()
 
     def counting(task: Task) -> dict[str, Any]:
         measured.append(task.name)

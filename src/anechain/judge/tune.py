@@ -42,7 +42,7 @@ METHODS = ("scales", "gptq", "drift", "level", "weigh")
 TEXT_LENGTH = 128  # tokens of each of the model's own texts: many short ones teach more than few long ones
 EIGHT_BITS = 0.9  # of the block weights, at least
 RUNGS = (0.0, 0.015, 0.03, 0.037, 0.043, 0.065)  # bytes beyond plain int8, of the fp16 bytes
-TABLE_SHARE = 0.5  # a table at both ends that holds more than this of all bytes is tried at 8 bits, too
+TABLE_SHARE = 0.5  # a table at both ends that holds more than this of all weights is tried at 8 bits, too
 FIRST = 3  # of the rungs is judged at first, with those just below it: where a small model has come to pass
 
 
@@ -101,10 +101,10 @@ def tune(
     With `ane` only forms that lint has no E finding for; without, also one scale per 32 inputs; `linear`: no palettes.
     """
     report = progress or (lambda done, total, what: None)
-    plan_of(source, _plain(source.spec, calibration), context)  # what cannot be baked is found now, not at the end
+    plain = _plain(source.spec, calibration)
+    plan_of(source, plain, context)  # what cannot be baked is found now, not at the end
     kept = Kept(_key(source, calibration, context))
     moved = _moved_file(source, calibration, kept.key, report)
-    plain = _plain(source.spec, calibration)
     blocks = [name for name in matrices_of(source.spec) if name.startswith("layers.")]
     with processes(workers) as pool:
         tasks = [Task(source.ref, lora, context, name, str(moved)) for name in blocks]
