@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from anechain.bake.jobs import make_plan
+from anechain.bake.jobs import PREFILL, Plan, make_plan
 from anechain.bake.lora import open_merged
 from anechain.bake.source import Source
 from anechain.bundle.manifest import open_bundle
@@ -57,7 +57,6 @@ class Task:
     rounded_file: str = ""
     recipe: Recipe | None = None
     bundle: str = ""
-    bundle_key: str = ""  # of all that decides the bundle and its verdict
     stress: bool = False  # of the reference engine
 
     @property
@@ -152,11 +151,22 @@ def _measure_matrix(task: Task) -> dict[str, Any]:
     return {"mean_kl": float(np.mean([s.kl for s in steps]))}
 
 
+def plan_of(source: Source, recipe: Recipe, context: int) -> Plan:
+    """The plan by which `anechain bake` bakes the recipe, with all else at its default (no prefill where 64 does not
+    divide the context). Raises RequestError for a context that cannot be baked.
+    """
+    return make_plan(source, recipe, context, PREFILL if context % PREFILL == 0 else 0, "macOS15", None)
+
+
+def rounded_plan(source: Source, recipe: Recipe, context: int) -> Plan:
+    """The same with its weights rounded, or taken from what is kept of that."""
+    return with_rounding(with_stream_scale(plan_of(source, recipe, context), source), source)
+
+
 def _measure_recipe(task: Task, recipe: Recipe) -> dict[str, Any]:
     """Rounds the whole model, or takes what is kept of that, which is also what a bake of this recipe will take."""
     source = _source(task.ref, task.lora)
-    plan = with_stream_scale(make_plan(source, recipe, task.context, 0, "macOS15", None), source)
-    plan = with_rounding(plan, source)
+    plan = rounded_plan(source, recipe, task.context)
     assert plan.rounded_file is not None
     rounded = Rounded(Path(plan.rounded_file))
     tensors = {name: rounded.tensor(name) for name in rounded.names} | _table(source, recipe)

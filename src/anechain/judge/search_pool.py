@@ -13,12 +13,10 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from anechain.bake.jobs import PREFILL, Plan, make_plan
 from anechain.bake.source import Source
-from anechain.bundle.recipe import Recipe
 from anechain.errors import BundleError, RequestError
-from anechain.judge.prepare import bake_with_baselines, cache_folder, with_rounding, with_stream_scale
-from anechain.judge.search import Task, measure
+from anechain.judge.prepare import bake_with_baselines, cache_folder
+from anechain.judge.search import Task, measure, rounded_plan
 
 Progress = Callable[[int, int, str], None]
 
@@ -50,7 +48,8 @@ class Kept:
         if task.recipe is None:
             return task.matrix
         if task.bundle:
-            return f"{'stressed ' if task.stress else ''}bundle {task.bundle_key}"
+            # The file's name is a hash of all that decides the verdict.
+            return f"{'stressed ' if task.stress else ''}bundle {Path(task.bundle).stem}"
         rules = {**task.recipe.to_json(), "name": ""}
         return f"recipe {hashlib.sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest()}"
 
@@ -76,13 +75,6 @@ def run_all(pool: Executor, kept: Kept, tasks: Sequence[Task], report: Progress)
     return results
 
 
-def plan_of(source: Source, recipe: Recipe, context: int) -> Plan:
-    """The plan by which `anechain bake` bakes the recipe, with all else at its default (no prefill where 64 does not
-    divide the context). Raises RequestError for a context that cannot be baked.
-    """
-    return make_plan(source, recipe, context, PREFILL if context % PREFILL == 0 else 0, "macOS15", None)
-
-
 def engine_verdicts(
     pool: Executor, kept: Kept, source: Source, task: Task, workers: int, report: Progress
 ) -> tuple[Mapping[str, Any], ...]:
@@ -92,10 +84,10 @@ def engine_verdicts(
     Raises RequestError when the cache cannot take the bundle.
     """
     assert task.recipe is not None
-    plan = with_rounding(with_stream_scale(plan_of(source, task.recipe, task.context), source), source)
+    plan = rounded_plan(source, task.recipe, task.context)
     key = hashlib.sha256(f"{plan.key} {_program_sha256()}".encode()).hexdigest()
     path = cache_folder("tune") / f"{key[:32]}.bundle"
-    tasks = [replace(task, bundle=str(path), bundle_key=key, stress=stress) for stress in (False, True)]
+    tasks = [replace(task, bundle=str(path), stress=stress) for stress in (False, True)]
     try:
         if any(kept.get(t) is None for t in tasks):
             bake_with_baselines(source, plan, path, workers, progress=lambda d, t, _: report(d, t, "packages"))

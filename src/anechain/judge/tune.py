@@ -32,8 +32,8 @@ from anechain.judge.gate import MAX_MEAN_KL, MIN_COSINE, NEAR_TIE_LOGITS, NEAR_T
 from anechain.judge.prepare import cache_folder, kept_text
 from anechain.judge.prompts import CHAT, M8, STRICT
 from anechain.judge.rounding import ALGORITHM, round_model
-from anechain.judge.search import ASKED, EXACT, LENGTH, SEED, SOME, STARTS, STEPS, Task
-from anechain.judge.search_pool import Kept, Progress, engine_verdicts, plan_of, processes, run_all
+from anechain.judge.search import ASKED, EXACT, LENGTH, SEED, SOME, STARTS, STEPS, Task, plan_of
+from anechain.judge.search_pool import Kept, Progress, engine_verdicts, processes, run_all
 
 INT8, LEVEL, FP16 = Scheme(8), Scheme(8, rank=1), Scheme(16)
 PALETTE, TABLE = parse_scheme("palette8-group16"), parse_scheme("palette8-group4")

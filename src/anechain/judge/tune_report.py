@@ -94,12 +94,12 @@ def write_report(tuned: Tuned, output: Path, command: str) -> list[Path]:
     recipe, other = output, output.with_suffix(".closest.toml")
     if tuned.best is None:
         recipe, other = other, recipe
-    if other.is_file() and other.read_text(encoding="utf-8", errors="replace").startswith(_FOUND_BY):
-        other.unlink()  # of an earlier search: it would say the opposite
     text = recipe_text(chosen.recipe, evidence_of(tuned, chosen, command))
     write_atomically(recipe, text.encode())
     beside = output.with_suffix(".md")
     write_atomically(beside, f"{tuned.verdict}.\n\n{table(tuned)}".encode())
     picture = output.with_suffix(".png")
     png(lambda axes: draw(axes, tuned), picture, (7, 4.5))
+    if other.is_file() and other.read_text(encoding="utf-8", errors="replace").startswith(_FOUND_BY):
+        other.unlink()  # of an earlier search: it would say the opposite
     return [recipe, beside, picture]
